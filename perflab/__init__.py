@@ -1,0 +1,1 @@
+"""perflab: a performance laboratory for LLM inference."""

@@ -1,0 +1,92 @@
+"""Engine configuration: frozen, checked when made, resolved once against model and memory.
+
+Owns which values are legal together. Knows no torch: sizes come in as numbers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
+
+from perflab.errors import ConfigError
+
+Batching = Literal["static", "dynamic", "continuous"]
+Policy = Literal["fcfs", "priority", "sjf", "edf"]
+Attention = Literal["eager", "sdpa", "batched"]
+
+DEFAULT_KV_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Every switch of the engine. Each optimisation can be taken away to see what it gave.
+
+    batching: `static` fills a batch from what waits and lets nobody in until all have left;
+        `dynamic` also waits for `max_num_seqs` requests or `batch_timeout_s` since the oldest
+        waiting one arrived, whichever comes first; `continuous` lets requests in at every step.
+    policy: the order of the queue. `fcfs`; `priority` (lower number first, a request gains one
+        level per `ageing_s` of waiting); `sjf` (fewest prompt + max_tokens, ageing likewise);
+        `edf` (earliest deadline).
+    attention: `eager` and `sdpa` work one request at a time and are the reference; `batched`
+        takes all rows of a step together.
+    max_num_batched_tokens: token budget of a step; a longer prompt is computed in chunks unless
+        `chunked_prefill` is off.
+    num_blocks: KV pool size in blocks; None sizes it from `kv_bytes`.
+    kv_cache: off recomputes every sequence at every step.
+
+    Raises ConfigError (a ValueError) naming the value and what is allowed.
+    """
+
+    max_num_seqs: int = 16
+    max_num_batched_tokens: int = 512
+    max_model_len: int | None = None
+    block_size: int = 16
+    num_blocks: int | None = None
+    kv_bytes: int = DEFAULT_KV_BYTES
+    batching: Batching = "continuous"
+    batch_timeout_s: float = 0.05
+    policy: Policy = "fcfs"
+    ageing_s: float = 10.0
+    kv_cache: bool = True
+    prefix_cache: bool = True
+    chunked_prefill: bool = True
+    attention: Attention = "batched"
+    packed_linears: bool = True
+    num_threads: int | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, kinds in (("batching", Batching), ("policy", Policy), ("attention", Attention)):
+            value = getattr(self, name)
+            if value not in get_args(kinds):
+                raise ConfigError(f"{name}={value!r}: choose one of {', '.join(get_args(kinds))}")
+        positive = ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "block_size", "num_blocks", "kv_bytes")
+        for name in (*positive, "num_threads"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name}={value}: must be 1 or more")
+        if self.batch_timeout_s < 0 or self.ageing_s <= 0:
+            raise ConfigError(
+                f"batch_timeout_s={self.batch_timeout_s} must be 0 or more, ageing_s={self.ageing_s} above 0"
+            )
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens={self.max_num_batched_tokens} is below max_num_seqs={self.max_num_seqs}: "
+                "every running request needs one token a step; raise the first or lower the second"
+            )
+
+    def resolve(self, *, model_max_len: int, kv_bytes_per_token: int) -> EngineConfig:
+        """The same configuration with `max_model_len` and `num_blocks` filled in.
+
+        Raises ConfigError where the model is shorter than asked or the pool holds no block.
+        """
+        max_len = self.max_model_len or model_max_len
+        if max_len > model_max_len:
+            raise ConfigError(f"max_model_len={max_len} is above the model's own limit of {model_max_len}")
+        blocks = self.num_blocks or self.kv_bytes // (kv_bytes_per_token * self.block_size)
+        if blocks < 1:
+            raise ConfigError(
+                f"kv_bytes={self.kv_bytes} holds no block of {self.block_size} tokens "
+                f"({kv_bytes_per_token} bytes each); raise it"
+            )
+        return replace(self, max_model_len=max_len, num_blocks=blocks)
