@@ -1,0 +1,99 @@
+"""What a model is to the rest of the house: weights, tokenizer, limits and defaults in one value.
+
+Owns the text side (encode, chat, decode) and the fingerprint. Does not know where a model came
+from, nor how an engine runs it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from perflab.errors import ModelError
+from perflab.types import SamplingParams, Span
+
+Messages = Sequence[Mapping[str, str]]
+
+_INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_SAMPLE = 256
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """An unmodified Hugging Face causal LM in eval mode without gradients, and what comes with it.
+
+    `tokenizer` is anything with `decode(ids, skip_special_tokens=...)`; None for a checkpoint that
+    has none, which still takes token ids. `defaults` are the checkpoint's own sampling defaults.
+    """
+
+    name: str
+    fingerprint: str
+    module: torch.nn.Module
+    config: Any
+    tokenizer: Any
+    stop_token_ids: tuple[int, ...]
+    defaults: SamplingParams
+    max_model_len: int
+    dtype: torch.dtype
+    device: torch.device
+    notes: tuple[str, ...] = ()
+    load_spans: tuple[Span, ...] = ()
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of `text`, with whatever the tokenizer itself adds (a BOS, for some)."""
+        return list(self._require_tokenizer().encode(text))
+
+    def chat(self, messages: str | Messages) -> list[int]:
+        """Token ids of a conversation through the chat template, ready for the answer.
+
+        A string is one user message. Without a template the contents are encoded as plain text.
+        """
+        if isinstance(messages, str):
+            messages = [{"role": "user", "content": messages}]
+        tokenizer = self._require_tokenizer()
+        if getattr(tokenizer, "chat_template", None) is None:
+            return self.encode("\n".join(message["content"] for message in messages))
+        ids = tokenizer.apply_chat_template(
+            [dict(message) for message in messages],
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=False,
+        )
+        return list(ids)
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return self._require_tokenizer().decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    def _require_tokenizer(self) -> Any:
+        if self.tokenizer is None:
+            raise ModelError(
+                f"{self.name} has no tokenizer: put tokenizer.json beside its weights, or send token ids"
+            )
+        return self.tokenizer
+
+
+def freeze(module: torch.nn.Module) -> torch.nn.Module:
+    """The module in eval mode and without gradients."""
+    return module.eval().requires_grad_(False)
+
+
+def fingerprint(module: torch.nn.Module, config: Any) -> str:
+    """A hash of configuration and weights, the same wherever the same weights were loaded from.
+
+    Every tensor enters with the exact sum of its bits (integers, so no order of summation can
+    change it: any single changed element shows) and some elements at fixed places.
+    """
+    facts = {k: v for k, v in config.to_dict().items() if not k.startswith("_") and k != "transformers_version"}
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode())
+    for name, tensor in sorted(module.state_dict().items()):
+        bits = tensor.detach().contiguous().view(_INTEGER_OF_SIZE[tensor.element_size()]).flatten()
+        step = max(1, bits.numel() // _SAMPLE)
+        total = int(bits.sum(dtype=torch.int64))
+        sample = bits[::step].cpu().numpy().tobytes()
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} {total}".encode() + sample)
+    return digest.hexdigest()[:32]
