@@ -74,9 +74,7 @@ def test_self_reference_of_extras_names_extras_that_exist() -> None:
     assert set(named) <= set(extras)
 
 
-MACHINE_PATH = re.compile(
-    r"(?<![\w.~$}/-])/(?:work|farm|root|home/\w+|tmp/bash_jobs|opt/(?:wheels|pypi))(?:/|\b)"
-)
+MACHINE_PATH = re.compile(r"(?<![\w.~$})/-])/(?:work|root|home/\w+|Users/\w+)/")
 REGISTRY_HOST = re.compile(
     r"pypi\.org|pythonhosted|files\.pythonhosted|registry\.npmjs|deb\.debian|download\.pytorch"
 )
