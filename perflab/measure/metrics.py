@@ -1,0 +1,309 @@
+"""What a list of requests amounts to: latencies, rates, goodput. Each metric is one function.
+
+Owns the definitions. Knows no engine and no run: `RequestRecord`s in, numbers in SI units out.
+Missing is None, never 0. The formulas a report prints are `FORMULAS`.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from perflab.clock import NS_PER_S
+from perflab.measure import stats
+from perflab.types import RequestRecord
+
+FORMULAS: dict[str, str] = {
+    "TTFT": "first generated token − intended start. Empty and role-only chunks never count.",
+    "TTFT from sent": "first generated token − actual send; leaves out the wait inside the load generator.",
+    "ITL": "gap between successive token-bearing chunks, pooled over all completed requests.",
+    "tokens per chunk": "tokens that a token-bearing chunk brings.",
+    "TPOT": "(last token − first token) / (output tokens − 1), one value per completed request.",
+    "TPOT after first chunk": "(last token − first token) / tokens that came after the first chunk.",
+    "E2E": "last token − intended start, one value per request.",
+    "output tokens/s": "tokens delivered / (last token − first intended start), whole run.",
+    "requests/s": "completed requests / (last end − first intended start), whole run.",
+    "steady window": "from the end of the first completions to the last completion before the requests "
+    "in flight fall below half of their peak; none where that holds too few completions.",
+    "goodput": "requests that met every SLO / (last − first intended start); its share is of all requests "
+    "sent, failures being misses. Where all start at once only the share exists.",
+    "percentile": "smallest sample that at least this share of the samples does not exceed; failures and "
+    "time-outs count as +∞ in E2E, and in TTFT where no token came; requests cancelled by their user are "
+    "left out and counted.",
+    "interval": "95 %: of a percentile from order statistics (binomial, exact); of pooled ITL by bootstrap "
+    "over requests; of a ratio of interleaved runs from Student's t of the log-ratios of the rounds.",
+}
+
+
+def ttft_s(record: RequestRecord) -> float | None:
+    """Time to first token from the intended start, seconds."""
+    return _seconds(record.first_token_ns, record.intended_ns)
+
+
+def ttft_from_sent_s(record: RequestRecord) -> float | None:
+    """Time to first token from the actual send, seconds."""
+    return _seconds(record.first_token_ns, record.sent_ns)
+
+
+def e2e_s(record: RequestRecord) -> float | None:
+    """Last token − intended start, seconds; None unless the request completed."""
+    return _seconds(record.last_token_ns, record.intended_ns) if record.outcome == "completed" else None
+
+
+def itl_s(record: RequestRecord) -> list[float]:
+    """Gaps between successive token-bearing chunks, seconds; the wait for the first is not one of them."""
+    times = [t for t, tokens in zip(record.token_ns, record.chunk_tokens, strict=True) if tokens > 0]
+    return [(b - a) / NS_PER_S for a, b in itertools.pairwise(times)]
+
+
+def tokens_per_chunk(record: RequestRecord) -> list[int]:
+    """Tokens of each token-bearing chunk."""
+    return [tokens for tokens in record.chunk_tokens if tokens > 0]
+
+
+def tpot_s(record: RequestRecord) -> float | None:
+    """(last token − first token) / (N − 1), seconds; None for fewer than two tokens."""
+    span = _seconds(record.last_token_ns, record.first_token_ns)
+    return None if span is None or record.output_tokens < 2 else span / (record.output_tokens - 1)
+
+
+def tpot_after_first_chunk_s(record: RequestRecord) -> float | None:
+    """(last token − first token) / tokens after the first chunk, seconds; None where there are none."""
+    span, chunks = _seconds(record.last_token_ns, record.first_token_ns), tokens_per_chunk(record)
+    after = record.output_tokens - chunks[0] if chunks else 0
+    return None if span is None or after < 1 else span / after
+
+
+def lateness_s(record: RequestRecord) -> float:
+    """How much later than intended the load generator sent the request, seconds."""
+    return (record.sent_ns - record.intended_ns) / NS_PER_S
+
+
+def _seconds(end: int | None, start: int | None) -> float | None:
+    return None if end is None or start is None else (end - start) / NS_PER_S
+
+
+def counted(records: Iterable[RequestRecord]) -> list[RequestRecord]:
+    """The requests a percentile is about: all but those their user cancelled."""
+    return [r for r in records if r.outcome != "cancelled"]
+
+
+def samples(
+    records: Iterable[RequestRecord],
+    metric: Callable[[RequestRecord], float | None],
+    success_only: bool = False,
+) -> list[float]:
+    """One value per request, with +inf for a request that failed, timed out, was refused or never ended.
+
+    Where a failed request has a value (a first token did come) the value stands. `success_only`
+    takes completed requests alone. Use it with `ttft_s`, `ttft_from_sent_s` and `e2e_s`.
+    """
+    values = []
+    for record in counted(records):
+        value = metric(record)
+        if record.outcome == "completed":
+            if value is not None:
+                values.append(value)
+        elif not success_only:
+            values.append(math.inf if value is None else value)
+    return values
+
+
+def per_token_samples(
+    records: Iterable[RequestRecord], metric: Callable[[RequestRecord], float | None] = tpot_s
+) -> list[float]:
+    """One value per completed request that has one; a failure's TPOT stays missing."""
+    found = (metric(r) for r in records if r.outcome == "completed")
+    return [value for value in found if value is not None]
+
+
+def itl_groups(records: Iterable[RequestRecord]) -> list[list[float]]:
+    """Each completed request's gaps, for pooling and for bootstrap over requests."""
+    return [itl_s(r) for r in records if r.outcome == "completed"]
+
+
+def itl_percentile(records: Iterable[RequestRecord], q: float, confidence: float = 0.95) -> stats.Estimate:
+    """The q-quantile of the pooled gaps, seconds, with a bootstrap interval over requests."""
+    return stats.bootstrap(
+        itl_groups(records), lambda gaps: stats.percentile_value(gaps, q), confidence=confidence, draws=400
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """How many requests ended how; `unfinished` were running when the run was cut off."""
+
+    sent: int
+    completed: int
+    failed: int
+    timed_out: int
+    rejected: int
+    cancelled: int
+    unfinished: int
+
+
+def counts(records: Iterable[RequestRecord]) -> Counts:
+    """Requests by outcome; the six kinds sum to `sent`."""
+    outcomes = [r.outcome for r in records]
+    return Counts(
+        len(outcomes),
+        *(
+            outcomes.count(kind)
+            for kind in ("completed", "failed", "timed_out", "rejected", "cancelled", None)
+        ),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """Tokens and requests per second over [start_ns, end_ns]; None where nothing can be said."""
+
+    start_ns: int
+    end_ns: int
+    output_tokens: int
+    completed: int
+    output_tokens_per_s: float | None
+    requests_per_s: float | None
+    share_of_requests: float
+
+    @property
+    def seconds(self) -> float:
+        return (self.end_ns - self.start_ns) / NS_PER_S
+
+
+def throughput(records: Sequence[RequestRecord]) -> Rate | None:
+    """Rates over the whole run, from the first intended start to the last token or end.
+
+    Every delivered token counts, whatever became of its request; requests count if completed.
+    None for a run without requests or without extent.
+    """
+    if not records:
+        return None
+    start = min(r.intended_ns for r in records)
+    return _rate(records, start - 1, max(_end_ns(r) for r in records), start)
+
+
+def steady_throughput(
+    records: Sequence[RequestRecord], share_of_peak: float = 0.5, at_least: int = 8
+) -> Rate | None:
+    """Rates over the steady window; None where there is no steady state.
+
+    The window is (a, b]: `b` is the last completion before the requests in flight fall for good
+    below `share_of_peak` of their peak (the drain), `a` the first completion (before it the
+    pipeline fills). Where completions come in bursts, as static batches make them, `a` and `b`
+    are the ends of bursts, so that whole bursts are divided by whole periods. None where fewer than
+    `at_least` completions fall into the window.
+    """
+    ends = sorted(_end_ns(r) for r in records if r.outcome == "completed")
+    if len(ends) <= at_least:
+        return None
+    burst_ends = _burst_ends(ends)
+    last = bisect.bisect_left(burst_ends, _drain_start(records, share_of_peak))
+    a, b = burst_ends[0], burst_ends[min(last, len(burst_ends) - 1)]
+    rate = _rate(records, a, b, a)
+    return rate if rate is not None and rate.completed >= at_least else None
+
+
+def _rate(records: Sequence[RequestRecord], after_ns: int, until_ns: int, start_ns: int) -> Rate | None:
+    """Rates of what was delivered in (after_ns, until_ns], divided by [start_ns, until_ns]."""
+    if until_ns <= start_ns:
+        return None
+    seconds = (until_ns - start_ns) / NS_PER_S
+    done = sum(1 for r in records if r.outcome == "completed" and after_ns < _end_ns(r) <= until_ns)
+    tokens = sum(
+        sum(
+            r.chunk_tokens[
+                bisect.bisect_right(r.token_ns, after_ns) : bisect.bisect_right(r.token_ns, until_ns)
+            ]
+        )
+        for r in records
+    )
+    return Rate(start_ns, until_ns, tokens, done, tokens / seconds, done / seconds, done / len(records))
+
+
+def _end_ns(record: RequestRecord) -> int:
+    return max(t for t in (record.sent_ns, record.last_token_ns, record.end_ns) if t is not None)
+
+
+def _drain_start(records: Sequence[RequestRecord], share_of_peak: float) -> int:
+    """When the requests in flight last fell below a share of their peak; the run's end if they never did."""
+    last = max(_end_ns(r) for r in records)
+    open_ended = [r for r in records if r.outcome is None]
+    changes = sorted(
+        [(r.sent_ns, 1) for r in records] + [(_end_ns(r), -1) for r in records if r.outcome is not None]
+    )
+    flying, peak, levels = 0, 0, []
+    for time_ns, change in changes:
+        flying += change
+        peak = max(peak, flying)
+        levels.append((time_ns, flying))
+    if len(open_ended) >= share_of_peak * peak:
+        return last
+    for (time_ns, _), (_, before) in zip(reversed(levels), reversed([(0, 0), *levels[:-1]]), strict=True):
+        if before >= share_of_peak * peak:
+            return time_ns
+    return last
+
+
+def _burst_ends(ends: list[int]) -> list[int]:
+    """The completions after which a burst is over; every completion where they come one by one.
+
+    Bursts are there when more than half of the span lies in gaps above four times the mean gap
+    (9 % in a Poisson stream).
+    """
+    gaps = [b - a for a, b in itertools.pairwise(ends)]
+    limit = 4 * sum(gaps) / len(gaps)
+    if 2 * sum(g for g in gaps if g > limit) <= sum(gaps):
+        return ends
+    return [end for end, gap in zip(ends, [*gaps, limit + 1], strict=True) if gap > limit]
+
+
+@dataclass(frozen=True, slots=True)
+class SLO:
+    """Limits a request must meet, all of them; None is no limit. Seconds."""
+
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+    e2e_s: float | None = None
+
+    def met_by(self, record: RequestRecord) -> bool:
+        """Whether a completed request is within every limit. A metric that it cannot have (TPOT of
+        a single token) is no miss."""
+        if record.outcome != "completed":
+            return False
+        pairs = ((self.ttft_s, ttft_s(record)), (self.tpot_s, tpot_s(record)), (self.e2e_s, e2e_s(record)))
+        return all(limit is None or value is None or value <= limit for limit, value in pairs)
+
+
+@dataclass(frozen=True, slots=True)
+class Goodput:
+    """Requests that met every SLO: per second of the sending window, and as a share of all sent."""
+
+    met: int
+    sent: int
+    requests_per_s: float | None
+    share: stats.Estimate
+
+
+def goodput(records: Sequence[RequestRecord], slo: SLO) -> Goodput:
+    """Met / (last intended start − first), and met / sent; failures are misses, user cancels left out.
+
+    The rate is None where all requests were to start at the same time.
+    """
+    judged = counted(records)
+    met = sum(slo.met_by(r) for r in judged)
+    starts = [r.intended_ns for r in judged]
+    window = (max(starts) - min(starts)) / NS_PER_S if starts else 0.0
+    return Goodput(met, len(judged), met / window if window > 0 else None, stats.share(met, len(judged)))
+
+
+LATENCIES: dict[str, Callable[[Sequence[RequestRecord], float], stats.Estimate]] = {
+    "TTFT": lambda records, q: stats.percentile(samples(records, ttft_s), q),
+    "ITL": itl_percentile,
+    "TPOT": lambda records, q: stats.percentile(per_token_samples(records), q),
+    "E2E": lambda records, q: stats.percentile(samples(records, e2e_s), q),
+}
+"""The latency metrics a report tabulates: name to (records, quantile) → estimate in seconds."""
