@@ -1,0 +1,185 @@
+"""The GGUF file format: metadata, the table of tensors and what their stored blocks mean.
+
+Does not know what a model is; `checkpoint` makes one of the parts.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import torch
+
+from perflab.errors import ModelError
+
+_MAGIC = b"GGUF"
+_SCALARS = MappingProxyType(
+    {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+)
+_STRING, _ARRAY = 8, 9
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """Where one tensor lies: shape as in torch (rows first), [offset, offset + size) in the file."""
+
+    shape: tuple[int, ...]
+    kind: int
+    offset: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class GGUFFile:
+    path: Path
+    metadata: Mapping[str, Any]
+    tensors: Mapping[str, TensorInfo]
+    data: np.ndarray
+
+    @property
+    def quantization(self) -> str:
+        """The kind of most weights, such as `Q4_1`."""
+        weights: Counter[int] = Counter()
+        for tensor in self.tensors.values():
+            if len(tensor.shape) > 1:
+                weights[tensor.kind] += int(np.prod(tensor.shape))
+        return _kind_name(weights.most_common(1)[0][0]) if weights else "none"
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """The tensor in fp32, [rows, columns]; exact for what its stored blocks mean."""
+        info = self.tensors[name]
+        return dequantize(self.data[info.offset : info.offset + info.size], info.kind).reshape(info.shape)
+
+
+def read(path: Path) -> GGUFFile:
+    """Metadata and tensor table of a GGUF file; weights stay on disk until asked for.
+
+    Raises ModelError for what is no GGUF file, is cut short, or uses a version we do not know.
+    """
+    with path.open("rb") as file:
+        if file.read(4) != _MAGIC:
+            raise ModelError(f"{path} is not a GGUF file (it does not begin with 'GGUF')")
+    data = np.memmap(path, dtype=np.uint8, mode="r")
+    try:
+        return _parse(path, data)
+    except (struct.error, IndexError, UnicodeDecodeError) as error:
+        raise ModelError(f"{path} is damaged or cut short in its header: download it again") from error
+
+
+def _parse(path: Path, data: np.ndarray) -> GGUFFile:
+    cursor = _Cursor(memoryview(data), 4)
+    version = cursor.scalar("I")
+    if version not in (2, 3):
+        raise ModelError(f"{path} is GGUF version {version}; versions 2 and 3 are read (little-endian)")
+    num_tensors, num_pairs = cursor.scalar("Q"), cursor.scalar("Q")
+    metadata: dict[str, Any] = {}
+    for _ in range(num_pairs):
+        key = cursor.string()
+        metadata[key] = cursor.value(cursor.scalar("I"))
+    table = []
+    for _ in range(num_tensors):
+        name = cursor.string()
+        shape = tuple(cursor.scalar("Q") for _ in range(cursor.scalar("I")))[::-1]
+        table.append((name, shape, cursor.scalar("I"), cursor.scalar("Q")))
+    alignment = metadata.get("general.alignment", 32)
+    start = -(-cursor.at // alignment) * alignment
+    tensors = {}
+    for name, shape, kind, offset in table:
+        size = _num_bytes(path, name, shape, kind)
+        tensors[name] = TensorInfo(shape, kind, start + offset, size)
+        if start + offset + size > len(data):
+            raise ModelError(
+                f"{path} is cut short: {name} needs {start + offset + size} bytes, the file has {len(data)}; "
+                "download it again"
+            )
+    return GGUFFile(path, metadata, tensors, data)
+
+
+class _Cursor:
+    """A position in a buffer that reads GGUF's little-endian values one after another."""
+
+    def __init__(self, buffer: memoryview, at: int) -> None:
+        self.buffer = buffer
+        self.at = at
+
+    def scalar(self, code: str) -> Any:
+        (value,) = struct.unpack_from("<" + code, self.buffer, self.at)
+        self.at += struct.calcsize("<" + code)
+        return value
+
+    def string(self) -> str:
+        size = self.scalar("Q")
+        if self.at + size > len(self.buffer):
+            raise IndexError(size)
+        text = bytes(self.buffer[self.at : self.at + size]).decode()
+        self.at += size
+        return text
+
+    def value(self, kind: int) -> Any:
+        if kind == _STRING:
+            return self.string()
+        if kind != _ARRAY:
+            if kind not in _SCALARS:
+                raise IndexError(kind)
+            return self.scalar(_SCALARS[kind])
+        element, count = self.scalar("I"), self.scalar("Q")
+        if element in _SCALARS:
+            values = struct.unpack_from(f"<{count}{_SCALARS[element]}", self.buffer, self.at)
+            self.at += struct.calcsize(f"<{count}{_SCALARS[element]}")
+            return list(values)
+        return [self.value(element) for _ in range(count)]
+
+
+def _num_bytes(path: Path, name: str, shape: tuple[int, ...], kind: int) -> int:
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    try:
+        block, size = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
+    except (ValueError, KeyError) as error:
+        raise ModelError(
+            f"{path}: {name} has the unknown quantization {kind}; upgrade the gguf package"
+        ) from error
+    return int(np.prod(shape)) // block * size
+
+
+def _kind_name(kind: int) -> str:
+    from gguf import GGMLQuantizationType
+
+    return GGMLQuantizationType(kind).name
+
+
+def dequantize(raw: np.ndarray, kind: int) -> torch.Tensor:
+    """fp32 values of raw bytes, flat. The common kinds here (ggml's block layouts), others by `gguf`.
+
+    Blocks of 32: Q8_0 is {fp16 d, int8 q[32]}, value d·q; Q4_0 {fp16 d, nibbles}, d·(q − 8);
+    Q4_1 {fp16 d, fp16 m, nibbles}, d·q + m, with the low nibbles first.
+    """
+    name = _kind_name(kind)
+    if name in ("F32", "F16", "BF16"):
+        kinds = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+        return torch.from_numpy(raw.copy()).view(kinds[name]).float()
+    if name not in ("Q8_0", "Q4_0", "Q4_1"):
+        from gguf import GGMLQuantizationType
+        from gguf.quants import dequantize as dequantize_any
+
+        try:
+            return torch.from_numpy(dequantize_any(raw, GGMLQuantizationType(kind))).flatten()
+        except NotImplementedError as error:
+            raise ModelError(f"weights of kind {name} cannot be dequantised; use another file") from error
+    header = {"Q8_0": 1, "Q4_0": 1, "Q4_1": 2}[name]
+    width = 32 if name == "Q8_0" else 16
+    blocks = torch.from_numpy(raw.copy()).view(-1, 2 * header + width)
+    scales = blocks[:, : 2 * header].contiguous().view(torch.float16).float()
+    packed = blocks[:, 2 * header :]
+    if name == "Q8_0":
+        return (packed.view(torch.int8).float() * scales).flatten()
+    nibbles = torch.cat((packed & 15, packed >> 4), dim=1).float()
+    if name == "Q4_0":
+        return ((nibbles - 8) * scales).flatten()
+    return torch.addcmul(scales[:, 1:2], nibbles, scales[:, 0:1]).flatten()

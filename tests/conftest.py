@@ -1,0 +1,26 @@
+"""Models that several tests share; the embedded one is loaded once per session and dtype."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from perflab.models.load import load
+from perflab.models.loaded import LoadedModel
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _two_threads() -> None:
+    torch.set_num_threads(2)
+
+
+@pytest.fixture(scope="session")
+def embedded() -> LoadedModel:
+    """The embedded model in fp32 on the CPU."""
+    return load(dtype="fp32", device="cpu")
+
+
+@pytest.fixture(scope="session")
+def embedded_bf16() -> LoadedModel:
+    """The embedded model in bf16 on the CPU."""
+    return load(dtype="bf16", device="cpu")
