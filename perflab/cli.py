@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 from rich.panel import Panel
+from rich.text import Text
 
 from perflab.errors import PerflabError
 
@@ -57,7 +58,7 @@ def main(argv: list[str] | None = None) -> None:
         app(args=argv, prog_name="perflab")
     except PerflabError as error:
         notes = Console(stderr=True)
-        notes.print(Panel(str(error), title="perflab cannot go on", title_align="left", border_style="red"))
+        notes.print(Panel(Text(str(error)), title="perflab cannot go on", title_align="left", border_style="red"))
         raise SystemExit(1) from error
 
 

@@ -11,6 +11,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from perflab.load.workloads import from_prompts, from_trace
+
 DATA = Path(__file__).resolve().parent.parent / "data"
 SETS = {"chat": 24, "shared_document_qa": 18, "code": 16, "summarise": 10, "chinese_english": 16}
 
@@ -90,3 +92,15 @@ def test_every_data_folder_says_how_it_was_made_and_its_licence() -> None:
         readme = (folder / "README.md").read_text(encoding="utf-8")
         assert "made" in readme
         assert "Licence: Apache-2.0" in readme
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_prompt_sets_load_as_workloads(name: str) -> None:
+    workload = from_prompts(DATA / "prompts" / f"{name}.jsonl", max_tokens=8)
+    assert len(workload.requests) == SETS[name]
+
+
+def test_traces_load_as_workloads() -> None:
+    workload = from_trace(DATA / "traces" / "code.csv", limit=20, max_input=64, max_output=8)
+    assert workload.open_loop
+    assert [r.prompt_length for r in workload.requests] == [64] * 20
