@@ -15,6 +15,16 @@ Policy = Literal["fcfs", "priority", "sjf", "edf"]
 Attention = Literal["eager", "sdpa", "batched"]
 
 DEFAULT_KV_BYTES = 1 << 30
+POSITIVE = (
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "max_model_len",
+    "block_size",
+    "num_blocks",
+    "kv_bytes",
+    "num_threads",
+    "keep_records",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +42,8 @@ class EngineConfig:
     max_num_batched_tokens: token budget of a step; a longer prompt is computed in chunks unless
         `chunked_prefill` is off.
     num_blocks: KV pool size in blocks; None sizes it from `kv_bytes`.
-    kv_cache: off recomputes every sequence at every step.
+    kv_cache: off recomputes every sequence at every step; there is then no prefix cache and no chunk.
+    keep_records: how many request, step and event records an engine holds before the oldest go.
 
     Raises ConfigError (a ValueError) naming the value and what is allowed.
     """
@@ -54,14 +65,14 @@ class EngineConfig:
     packed_linears: bool = True
     num_threads: int | None = None
     seed: int = 0
+    keep_records: int = 100_000
 
     def __post_init__(self) -> None:
         for name, kinds in (("batching", Batching), ("policy", Policy), ("attention", Attention)):
             value = getattr(self, name)
             if value not in get_args(kinds):
                 raise ConfigError(f"{name}={value!r}: choose one of {', '.join(get_args(kinds))}")
-        positive = ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "block_size", "num_blocks", "kv_bytes")
-        for name in (*positive, "num_threads"):
+        for name in POSITIVE:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name}={value}: must be 1 or more")
@@ -71,8 +82,9 @@ class EngineConfig:
             )
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
-                f"max_num_batched_tokens={self.max_num_batched_tokens} is below max_num_seqs={self.max_num_seqs}: "
-                "every running request needs one token a step; raise the first or lower the second"
+                f"max_num_batched_tokens={self.max_num_batched_tokens} is below "
+                f"max_num_seqs={self.max_num_seqs}: every running request needs one token a step; "
+                "raise the first or lower the second"
             )
 
     def resolve(self, *, model_max_len: int, kv_bytes_per_token: int) -> EngineConfig:
@@ -80,6 +92,7 @@ class EngineConfig:
 
         Raises ConfigError where the model is shorter than asked or the pool holds no block.
         """
+        cached = self.kv_cache
         max_len = self.max_model_len or model_max_len
         if max_len > model_max_len:
             raise ConfigError(f"max_model_len={max_len} is above the model's own limit of {model_max_len}")
@@ -89,4 +102,10 @@ class EngineConfig:
                 f"kv_bytes={self.kv_bytes} holds no block of {self.block_size} tokens "
                 f"({kv_bytes_per_token} bytes each); raise it"
             )
-        return replace(self, max_model_len=max_len, num_blocks=blocks)
+        return replace(
+            self,
+            max_model_len=max_len,
+            num_blocks=blocks,
+            prefix_cache=self.prefix_cache and cached,
+            chunked_prefill=self.chunked_prefill and cached,
+        )

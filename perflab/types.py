@@ -128,16 +128,21 @@ class TokenLogprob(NamedTuple):
     top: tuple[tuple[int, float], ...] = ()  # (token id, log-probability), best first
 
 
-class TokenEvent(NamedTuple):
-    """What one step brought for one request; the last one carries `finish_reason`."""
+@dataclass(slots=True)
+class TokenEvent:
+    """What one step brought for one request; the last one carries `finish_reason`.
+
+    The scheduler makes it, delivery fills in `time_ns` and `text`; from then on it is read only.
+    """
 
     request_id: str
     token_ids: Sequence[int]
-    time_ns: int
+    time_ns: int = 0
     text: str = ""
     finish_reason: FinishReason | None = None
     logprobs: Sequence[TokenLogprob] | None = None
     error: Exception | None = None
+    prompt_logprobs: Sequence[TokenLogprob | None] | None = None  # with the first token; [0] is None
 
 
 @dataclass(slots=True)

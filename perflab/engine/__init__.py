@@ -1,0 +1,1 @@
+"""The inference engine: scheduling, KV memory, attention, sampling, and the loop around them."""

@@ -1,0 +1,61 @@
+"""The memory that block numbers stand for: keys and values of all layers.
+
+Owns the tensors, [layer, block, kv_head, position, head_dim]. Knows nothing of requests. One more
+block than the pool has is kept as zeros; padding points at it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from perflab.models.runner import KVShape
+
+
+class KVTensors:
+    """Keys and values for `num_blocks` blocks of `block_size` tokens."""
+
+    def __init__(
+        self, shape: KVShape, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.shape, self.block_size, self.null_block = shape, block_size, num_blocks
+        size = (shape.layers, num_blocks + 1, shape.kv_heads, block_size)
+        self.key = torch.zeros(*size, shape.key_dim, dtype=dtype, device=device)
+        self.value = torch.zeros(*size, shape.value_dim, dtype=dtype, device=device)
+        self._heads = torch.arange(shape.kv_heads, device=device)
+
+    def slots(self, block: Tensor, offset: Tensor) -> Tensor:
+        """Flat positions [kv_heads · T] of tokens at (block, offset), for `write`."""
+        rows = block[None] * self.shape.kv_heads + self._heads[:, None]
+        return (rows * self.block_size + offset[None]).flatten()
+
+    def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
+        """key, value: [kv_heads, T, dim]."""
+        _rows(self.key[layer]).index_copy_(0, slots, key.reshape(-1, key.shape[-1]))
+        _rows(self.value[layer]).index_copy_(0, slots, value.reshape(-1, value.shape[-1]))
+
+    def table_index(self, table: Tensor) -> Tensor:
+        """Flat block rows [B · kv_heads · n] of block tables [B, n], for `gather`."""
+        return (table[:, None] * self.shape.kv_heads + self._heads[None, :, None]).flatten()
+
+    def gather(self, layer: int, index: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of `rows` block tables, each [rows, kv_heads, positions, dim]."""
+        heads = self.shape.kv_heads
+        key = self.key[layer].flatten(0, 1).index_select(0, index)
+        value = self.value[layer].flatten(0, 1).index_select(0, index)
+        return (
+            key.view(rows, heads, -1, self.shape.key_dim),
+            value.view(rows, heads, -1, self.shape.value_dim),
+        )
+
+    def wipe(self, blocks: Sequence[int]) -> None:
+        """Zero what a failed request wrote: masked positions must still be finite."""
+        index = torch.tensor(blocks, device=self.key.device)
+        self.key[:, index] = 0
+        self.value[:, index] = 0
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    return tensor.view(-1, tensor.shape[-1])
