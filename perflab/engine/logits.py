@@ -23,6 +23,8 @@ IdRow = NDArray[np.int64]
 _COLDEST, _HOTTEST = 1e-30, 1e30
 # Columns whose maxima bound the k-th largest logit from below; more make the bound tighter.
 _COLUMNS = 1024
+# Weights that agree in sign, exponent and the leading four bits of the fraction share a band.
+_BAND_BITS = 19
 
 
 class SamplingRow(Protocol):
@@ -110,8 +112,10 @@ def truncated(x: FloatRow, params: SamplingParams) -> tuple[IdRow | None, FloatR
         ids = np.sort(top_ids(x, params.top_k))
         x = x[ids]
     temperature = np.float32(min(max(params.temperature, _COLDEST), _HOTTEST))
+    weights = x - highest
     with np.errstate(over="ignore"):
-        weights = np.exp((x - highest) / temperature)
+        weights /= temperature
+    np.exp(weights, out=weights)
     keep: IdRow | None = None
     if params.top_p < 1.0:
         keep = _nucleus(weights, params.top_p)
@@ -128,13 +132,22 @@ def _nucleus(weights: FloatRow, p: float) -> IdRow:
     """Ascending indices of the smallest set that holds at least the share p of all weight.
 
     Tokens lighter than (1 - p) * total / count weigh less than (1 - p) * total even all together,
-    so the set lies among the others, and only these few are sorted.
+    so the set lies among the others. Their weights are summed in narrow bands, and only the band
+    in which p is reached is sorted.
     """
     total = weights.sum(dtype=np.float64)
     heavy = np.flatnonzero(weights >= (1.0 - p) * total / len(weights))
-    order = np.argsort(-weights[heavy], kind="stable")
-    reached = np.searchsorted(np.cumsum(weights[heavy[order]], dtype=np.float64), p * total)
-    return np.sort(heavy[order[: reached + 1]])
+    weights = weights[heavy]
+    bands = weights.view(np.int32) >> _BAND_BITS  # the bits of positive floats are in the floats' order
+    bands = bands.max() - bands
+    mass = np.cumsum(np.bincount(bands, weights=weights))
+    last = min(int(np.searchsorted(mass, p * total)), len(mass) - 1)
+    in_last = np.flatnonzero(bands == last)
+    order = in_last[np.argsort(-weights[in_last], kind="stable")]
+    reached = np.cumsum(weights[order], dtype=np.float64) + (mass[last - 1] if last else 0.0)
+    keep = bands < last
+    keep[order[: np.searchsorted(reached, p * total) + 1]] = True
+    return heavy[keep]
 
 
 def top_ids(x: FloatRow, k: int) -> IdRow:

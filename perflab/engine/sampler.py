@@ -145,7 +145,9 @@ def _choose(raw: FloatRow, row: SamplingRow, best: int) -> int | None:
 def token_logprob(raw: FloatRow, token_id: int, top: int) -> TokenLogprob:
     """Log-softmax of raw logits [vocab] at one token, its rank, and the `top` most likely tokens."""
     highest = raw.max()
-    log_sum = float(highest) + math.log(np.exp(raw - highest).sum(dtype=np.float64))
+    weights = raw - highest
+    np.exp(weights, out=weights)
+    log_sum = float(highest) + math.log(weights.sum(dtype=np.float64))
     rank = 1 + int(np.count_nonzero(raw > raw[token_id]))
     best = tuple((int(i), float(raw[i]) - log_sum) for i in top_ids(raw, top)) if top else ()
     return TokenLogprob(token_id, float(raw[token_id]) - log_sum, rank, best)
