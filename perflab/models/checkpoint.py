@@ -36,6 +36,8 @@ _LAYER_NAMES = MappingProxyType(
     }
 )
 
+_ROPE_FACTORS = "rope_freqs.weight"
+
 _DIGITS_APART = frozenset({"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"})
 _PLAIN = frozenset({"gpt-2"})
 _CONTROL, _USER_DEFINED = 3, 4  # kinds of token in tokenizer.ggml.token_type
@@ -47,23 +49,23 @@ def build_model(file: GGUFFile, dtype: torch.dtype) -> torch.nn.Module:
     Raises ModelError where the architecture or a feature of it is not understood.
     """
     architecture = file.metadata.get("general.architecture")
-    if architecture not in _MODEL_TYPES or any(_hf_name(name) is None for name in file.tensors):
+    names = {name: _hf_name(name) for name in file.tensors if name != _ROPE_FACTORS}
+    if architecture not in _MODEL_TYPES or None in names.values():
         return _through_transformers(file, dtype)
     config = _config(file, architecture)
     weights = {}
-    for name in file.tensors:
-        if (hf_name := _hf_name(name)) and name != "rope_freqs.weight":
-            tensor = file.tensor(name)
-            if architecture == "llama" and ("attn_q." in name or "attn_k." in name):
-                heads = config.num_attention_heads if "attn_q." in name else config.num_key_value_heads
-                tensor = _unpermute(tensor, heads)
-            weights[hf_name] = tensor.to(dtype)
+    for name, hf_name in names.items():
+        assert hf_name is not None
+        tensor = file.tensor(name, dtype)
+        if architecture == "llama" and ("attn_q." in name or "attn_k." in name):
+            heads = config.num_attention_heads if "attn_q." in name else config.num_key_value_heads
+            tensor = _unpermute(tensor, heads)
+        weights[hf_name] = tensor
     return _plain(config, weights, dtype)
 
 
 def _hf_name(name: str) -> str | None:
-    if name == "rope_freqs.weight":
-        return name
+    """The parameter that a tensor becomes, None for one that Llama-shaped models do not have."""
     head, _, suffix = name.rpartition(".")
     if head in _GLOBAL_NAMES:
         return f"{_GLOBAL_NAMES[head]}.{suffix}"
@@ -125,9 +127,9 @@ def _rope(file: GGUFFile, value: Any) -> dict[str, Any]:
             f"{file.path.name} scales RoPE by {scaling!r}, which is not read from GGUF: use the "
             "checkpoint's Hugging Face directory"
         )
-    if "rope_freqs.weight" not in file.tensors:
+    if _ROPE_FACTORS not in file.tensors:
         return {"rope_type": "default", "rope_theta": theta}
-    factors = file.tensor("rope_freqs.weight")
+    factors = file.tensor(_ROPE_FACTORS)
     rope = {
         "rope_type": "llama3",
         "rope_theta": theta,
@@ -153,15 +155,18 @@ def _llama3_factors(rope: Mapping[str, Any], half: int) -> torch.Tensor:
 
 
 def _plain(config: Any, weights: dict[str, torch.Tensor], dtype: torch.dtype) -> torch.nn.Module:
-    from transformers import AutoModelForCausalLM, GenerationConfig
+    """A model that holds exactly these tensors, without initialising or copying any."""
+    from transformers import GenerationConfig
+    from transformers.initialization import no_init_weights
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    assert AutoModelForCausalLM is not None
     config.dtype = dtype
-    model, info = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].from_pretrained(
-        None, config=config, state_dict=weights, dtype=dtype, output_loading_info=True
-    )
-    if lost := sorted(info["missing_keys"]) + sorted(info["unexpected_keys"]):
+    with no_init_weights():
+        model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
+    missing, unexpected = model.load_state_dict(weights, strict=False, assign=True)
+    model.tie_weights()
+    tied = set(getattr(model, "all_tied_weights_keys", ()))
+    if lost := sorted({*missing} - tied) + sorted(unexpected):
         raise ModelError(f"the GGUF file does not fit {type(model).__name__}: {', '.join(lost[:3])}")
     model.generation_config = GenerationConfig(
         bos_token_id=config.bos_token_id, eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id

@@ -51,10 +51,11 @@ class GGUFFile:
                 weights[tensor.kind] += int(np.prod(tensor.shape))
         return _kind_name(weights.most_common(1)[0][0]) if weights else "none"
 
-    def tensor(self, name: str) -> torch.Tensor:
-        """The tensor in fp32, [rows, columns]; exact for what its stored blocks mean."""
+    def tensor(self, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """The tensor, [rows, columns], in memory of its own."""
         info = self.tensors[name]
-        return dequantize(self.data[info.offset : info.offset + info.size], info.kind).reshape(info.shape)
+        raw = self.data[info.offset : info.offset + info.size]
+        return dequantize(raw, info.kind, dtype).reshape(info.shape)
 
 
 def read(path: Path) -> GGUFFile:
@@ -65,7 +66,7 @@ def read(path: Path) -> GGUFFile:
     with path.open("rb") as file:
         if file.read(4) != _MAGIC:
             raise ModelError(f"{path} is not a GGUF file (it does not begin with 'GGUF')")
-    data = np.memmap(path, dtype=np.uint8, mode="r")
+    data = np.memmap(path, dtype=np.uint8, mode="c")  # never written; torch warns of read-only memory
     try:
         return _parse(path, data)
     except (struct.error, IndexError, UnicodeDecodeError) as error:
@@ -154,32 +155,58 @@ def _kind_name(kind: int) -> str:
     return GGMLQuantizationType(kind).name
 
 
-def dequantize(raw: np.ndarray, kind: int) -> torch.Tensor:
-    """fp32 values of raw bytes, flat. The common kinds here (ggml's block layouts), others by `gguf`.
+def dequantize(raw: np.ndarray, kind: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Values of raw bytes, flat, rounded once from fp32 to `dtype`.
 
-    Blocks of 32: Q8_0 is {fp16 d, int8 q[32]}, value d·q; Q4_0 {fp16 d, nibbles}, d·(q − 8);
-    Q4_1 {fp16 d, fp16 m, nibbles}, d·q + m, with the low nibbles first.
+    The common kinds here (ggml's block layouts), others by the `gguf` package. Blocks of 32 values:
+    Q8_0 is {fp16 d, int8 q[32]}, value d·q; Q4_0 {fp16 d, nibbles}, d·(q − 8); Q4_1 {fp16 d,
+    fp16 m, nibbles}, d·q + m; the low nibbles of the 16 bytes come first.
     """
     name = _kind_name(kind)
-    if name in ("F32", "F16", "BF16"):
-        kinds = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-        return torch.from_numpy(raw.copy()).view(kinds[name]).float()
-    if name not in ("Q8_0", "Q4_0", "Q4_1"):
-        from gguf import GGMLQuantizationType
-        from gguf.quants import dequantize as dequantize_any
+    if name in _FLOATS:
+        return torch.from_numpy(raw).view(_FLOATS[name]).to(dtype, copy=True)
+    if name not in _BLOCKS:
+        return _dequantize_others(raw, kind).to(dtype)
+    size, decode = _BLOCKS[name]
+    blocks = torch.from_numpy(raw).view(-1, size)
+    values = torch.empty(len(blocks), 32, dtype=dtype)
+    for start in range(0, len(blocks), _CHUNK):  # in pieces that stay in the processor's cache
+        values[start : start + _CHUNK] = decode(blocks[start : start + _CHUNK])
+    return values.flatten()
 
-        try:
-            return torch.from_numpy(dequantize_any(raw, GGMLQuantizationType(kind))).flatten()
-        except NotImplementedError as error:
-            raise ModelError(f"weights of kind {name} cannot be dequantised; use another file") from error
-    header = {"Q8_0": 1, "Q4_0": 1, "Q4_1": 2}[name]
-    width = 32 if name == "Q8_0" else 16
-    blocks = torch.from_numpy(raw.copy()).view(-1, 2 * header + width)
-    scales = blocks[:, : 2 * header].contiguous().view(torch.float16).float()
-    packed = blocks[:, 2 * header :]
-    if name == "Q8_0":
-        return (packed.view(torch.int8).float() * scales).flatten()
-    nibbles = torch.cat((packed & 15, packed >> 4), dim=1).float()
-    if name == "Q4_0":
-        return ((nibbles - 8) * scales).flatten()
-    return torch.addcmul(scales[:, 1:2], nibbles, scales[:, 0:1]).flatten()
+
+def _halves(blocks: torch.Tensor, start: int) -> torch.Tensor:
+    return blocks[:, start : start + 2].contiguous().view(torch.float16).float()
+
+
+def _nibbles(packed: torch.Tensor) -> torch.Tensor:
+    return torch.cat((packed & 15, packed >> 4), dim=1).float()
+
+
+def _q8_0(blocks: torch.Tensor) -> torch.Tensor:
+    return blocks[:, 2:].view(torch.int8).float() * _halves(blocks, 0)
+
+
+def _q4_0(blocks: torch.Tensor) -> torch.Tensor:
+    return (_nibbles(blocks[:, 2:]) - 8) * _halves(blocks, 0)
+
+
+def _q4_1(blocks: torch.Tensor) -> torch.Tensor:
+    return torch.addcmul(_halves(blocks, 2), _nibbles(blocks[:, 4:]), _halves(blocks, 0))
+
+
+_FLOATS = MappingProxyType({"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16})
+_BLOCKS = MappingProxyType({"Q8_0": (34, _q8_0), "Q4_0": (18, _q4_0), "Q4_1": (20, _q4_1)})
+_CHUNK = 8192  # blocks: 1 MB of fp32
+
+
+def _dequantize_others(raw: np.ndarray, kind: int) -> torch.Tensor:
+    from gguf import GGMLQuantizationType
+    from gguf.quants import dequantize as dequantize_any
+
+    try:
+        return torch.from_numpy(dequantize_any(raw, GGMLQuantizationType(kind))).flatten()
+    except NotImplementedError as error:
+        raise ModelError(
+            f"weights of kind {_kind_name(kind)} cannot be dequantised: use a file of another kind"
+        ) from error

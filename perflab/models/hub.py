@@ -6,6 +6,8 @@ code run) and the wording of what goes wrong. Does not choose dtype or device.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,15 +49,16 @@ class Checkpoint:
         if getattr(self.config, "quantization_config", None) is not None:
             kwargs["device_map"] = {"": device}
         try:
-            model = AutoModelForCausalLM.from_pretrained(self.name, **kwargs)
+            with _quiet(Path(self.name).is_dir()):
+                model = AutoModelForCausalLM.from_pretrained(self.name, **kwargs)
         except ImportError as error:
             raise _missing_package(self.name, error) from error
         except OSError as error:
             if "safetensors" in str(error):
                 raise ModelError(
-                    f"{self.name} has no safetensors weights, and pickled ones (.bin, .pt) can run code, so they "
-                    "are not loaded: convert them with transformers' save_pretrained, or take a "
-                    "revision with safetensors"
+                    f"{self.name} has no safetensors weights, and pickled ones (.bin, .pt) can run code, so "
+                    "they are not loaded: convert them with transformers' save_pretrained, or take a revision "
+                    "with safetensors"
                 ) from error
             raise ModelError(f"the weights of {self.name} cannot be read: {_first_line(error)}") from error
         except (ValueError, RuntimeError, KeyError) as error:
@@ -139,6 +142,21 @@ def _refuse_other_kinds(name: str, config: Any, trust_remote_code: bool) -> None
         raise ModelError(f"{name} keeps a recurrent state ({what}); only attention layers run here")
     if getattr(config, "max_position_embeddings", None) is None:
         raise ModelError(f"{name} states no context length ({what}); only models with one run here")
+
+
+@contextmanager
+def _quiet(on: bool) -> Iterator[None]:
+    """No progress bars of transformers: reading a directory is short, a download is not."""
+    from transformers.utils import logging
+
+    on = on and logging.is_progress_bar_enabled()
+    if on:
+        logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if on:
+            logging.enable_progress_bar()
 
 
 def _missing_package(name: str, error: ImportError) -> ModelError:

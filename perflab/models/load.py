@@ -99,8 +99,8 @@ def choose_device(device: str | torch.device) -> torch.device:
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if (place.index or 0) >= count:
             raise ConfigError(
-                f"device={str(device)!r}: torch {torch.__version__} sees {count} CUDA devices here; use device='cpu', "
-                "or install a CUDA build of torch and the driver"
+                f"device={str(device)!r}: torch {torch.__version__} sees {count} CUDA devices here; use "
+                "device='cpu', or install a CUDA build of torch and the driver"
             )
     elif place.type not in ("cpu", "mps"):
         raise ConfigError(f"device={str(device)!r}: choose auto, cpu, cuda or cuda:N")
@@ -142,7 +142,8 @@ def _load_gguf(
     name: str, path: Path, wanted: torch.dtype | None, device: torch.device, say: Progress, spans: _Stopwatch
 ) -> LoadedModel:
     file = gguf.read(path)
-    dtype = wanted or choose_dtype(torch.bfloat16, device)
+    own = {"F32": torch.float32, "F16": torch.float16}.get(file.quantization, torch.bfloat16)
+    dtype = wanted or choose_dtype(own, device)
     say("Reading the tokenizer")
     tokenizer, notes = checkpoint.build_tokenizer(file)
     spans.mark("tokenizer")
