@@ -48,7 +48,7 @@ def build_model(file: GGUFFile, dtype: torch.dtype) -> torch.nn.Module:
 
     Raises ModelError where the architecture or a feature of it is not understood.
     """
-    architecture = file.metadata.get("general.architecture")
+    architecture = str(file.metadata.get("general.architecture"))
     names = {name: _hf_name(name) for name in file.tensors if name != _ROPE_FACTORS}
     if architecture not in _MODEL_TYPES or None in names.values():
         return _through_transformers(file, dtype)
@@ -161,8 +161,9 @@ def _plain(config: Any, weights: dict[str, torch.Tensor], dtype: torch.dtype) ->
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     config.dtype = dtype
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     with no_init_weights():
-        model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
+        model = model_class(config)
     missing, unexpected = model.load_state_dict(weights, strict=False, assign=True)
     model.tie_weights()
     tied = set(getattr(model, "all_tied_weights_keys", ()))
@@ -219,7 +220,7 @@ def _byte_level(meta: Mapping[str, Any], digits_apart: bool) -> Any:
     tokens = meta["tokenizer.ggml.tokens"]
     merges = [tuple(merge.split(" ")) for merge in meta["tokenizer.ggml.merges"]]
     tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
-    steps = [pre_tokenizers.Digits(individual_digits=True)] if digits_apart else []
+    steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if digits_apart else []
     steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, trim_offsets=True, use_regex=True))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
     tokenizer.decoder = decoders.ByteLevel()

@@ -74,7 +74,7 @@ def read(path: Path) -> GGUFFile:
 
 
 def _parse(path: Path, data: np.ndarray) -> GGUFFile:
-    cursor = _Cursor(memoryview(data), 4)
+    cursor = _Cursor(data.data, 4)
     version = cursor.scalar("I")
     if version not in (2, 3):
         raise ModelError(f"{path} is GGUF version {version}; versions 2 and 3 are read (little-endian)")

@@ -50,15 +50,15 @@ class Checkpoint:
             kwargs["device_map"] = {"": device}
         try:
             with _quiet(Path(self.name).is_dir()):
-                model = AutoModelForCausalLM.from_pretrained(self.name, **kwargs)
+                model: Any = AutoModelForCausalLM.from_pretrained(self.name, **kwargs)
         except ImportError as error:
             raise _missing_package(self.name, error) from error
         except OSError as error:
             if "safetensors" in str(error):
                 raise ModelError(
                     f"{self.name} has no safetensors weights, and pickled ones (.bin, .pt) can run code, so "
-                    "they are not loaded: convert them with transformers' save_pretrained, or take a revision "
-                    "with safetensors"
+                    "they are not loaded: convert them with transformers' save_pretrained, or take "
+                    "a revision with safetensors"
                 ) from error
             raise ModelError(f"the weights of {self.name} cannot be read: {_first_line(error)}") from error
         except (ValueError, RuntimeError, KeyError) as error:

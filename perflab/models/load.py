@@ -237,7 +237,7 @@ def sampling_defaults(generation_config: Any) -> SamplingParams:
         found = getattr(generation_config, key, None)
         return otherwise if found is None else found
 
-    always = {"repetition_penalty": float(value("repetition_penalty", 1.0))}
+    always: dict[str, Any] = {"repetition_penalty": float(value("repetition_penalty", 1.0))}
     if (limit := value("max_new_tokens", None)) is not None:
         always["max_tokens"] = int(limit)
     if not value("do_sample", False):

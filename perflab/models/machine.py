@@ -279,10 +279,11 @@ def measure_matrix_rates(device: torch.device | None = None, size: int | None = 
     device = device or torch.device("cpu")
     size = size or (8192 if device.type == "cuda" else 1024)
     plain = torch.rand(size, size, device=device)
+    rounded = plain.bfloat16()
     ints = torch.randint(-127, 128, (size, size), device=device, dtype=torch.int8)
     products: dict[str, Callable[[], object]] = {
-        "fp32": lambda left=plain: left @ left,
-        "bf16": lambda left=plain.bfloat16(): left @ left,
+        "fp32": lambda: plain @ plain,
+        "bf16": lambda: rounded @ rounded,
         "int8": lambda: torch._int_mm(ints, ints),
     }
     rates: dict[str, float | None] = {}

@@ -133,7 +133,7 @@ def tiny(arch: str = "llama", seed: int = 0, vocab_size: int | None = None, **ov
     )
     with torch.random.fork_rng(devices=[]):
         module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    _randomise(module, torch.Generator().manual_seed(seed))
+    _randomise(module, config.tie_word_embeddings, torch.Generator().manual_seed(seed))
     module.generation_config = GenerationConfig(
         bos_token_id=config.bos_token_id, eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id
     )
@@ -153,14 +153,13 @@ def tiny(arch: str = "llama", seed: int = 0, vocab_size: int | None = None, **ov
     )
 
 
-def _randomise(module: torch.nn.Module, generator: torch.Generator) -> None:
+def _randomise(module: torch.nn.Module, tied: bool, generator: torch.Generator) -> None:
     """Fill every parameter so that greedy decoding wanders and its leading logits rarely tie.
 
     Matrices are scaled by their fan-in, with the output of each layer large beside the embedding:
     otherwise a model whose head is tied to its embedding repeats its last token for ever. There
     the norms after the layers are raised too, and the final one makes up for the small head.
     """
-    tied = module.config.tie_word_embeddings  # type: ignore[union-attr]
     for name, parameter in module.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
         if name == "model.norm.weight":
