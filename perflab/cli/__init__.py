@@ -19,8 +19,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 from rich.panel import Panel
+from rich.table import Table
 from rich.text import Text
 
+from perflab.cli import show
 from perflab.errors import PerflabError
 
 if TYPE_CHECKING:
@@ -58,7 +60,9 @@ def main(argv: list[str] | None = None) -> None:
         app(args=argv, prog_name="perflab")
     except PerflabError as error:
         notes = Console(stderr=True)
-        notes.print(Panel(Text(str(error)), title="perflab cannot go on", title_align="left", border_style="red"))
+        notes.print(
+            Panel(Text(str(error)), title="perflab cannot go on", title_align="left", border_style="red")
+        )
         raise SystemExit(1) from error
 
 
@@ -149,7 +153,7 @@ def generate(
 
     Example: [bold]perflab generate "Why is the sky blue?" --max-tokens 64[/bold]
     """
-    given = {
+    given: dict[str, Any] = {
         "max_tokens": max_tokens,
         "temperature": temperature,
         "top_p": top_p,
@@ -192,37 +196,23 @@ def generate(
 
 @app.command()
 def doctor(
+    quick: Annotated[bool, typer.Option("--quick", help="Leave out what must be measured.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")] = False,
 ) -> None:
     """Print what this machine offers and what the engine will use.
 
     Example: [bold]perflab doctor[/bold]
     """
-    with _working("measuring memory bandwidth and matrix rates"):
-        from perflab.models import machine
+    with _working("importing torch") as say:
+        from perflab.models import assets, machine
 
-        facts: dict[str, Any] = dict(machine.describe())
+        facts = machine.describe(quick=quick, progress=say)
     if as_json:
-        typer.echo(json.dumps(facts, indent=2, default=str))
+        typer.echo(json.dumps(facts, indent=2))
         return
-    from rich.table import Table
-
-    table = Table(show_header=False, box=None, pad_edge=False)
-    table.add_column(style="bold")
-    table.add_column()
-    for name, value in _flat(facts):
-        table.add_row(name, value)
+    table = Table(show_header=False, box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for title, rows in show.doctor_rows(facts, assets.cached()):
+        table.add_row(f"[bold]{title}[/bold]")
+        for name, value in rows:
+            table.add_row(f"  {name}", Text(value))
     Console().print(table)
-
-
-def _flat(facts: Mapping[str, Any], indent: int = 0) -> Iterator[tuple[str, str]]:
-    """Nested facts as rows for a table of two columns."""
-    for name, value in facts.items():
-        label = "  " * indent + name.replace("_", " ")
-        if isinstance(value, Mapping):
-            yield label, ""
-            yield from _flat(value, indent + 1)
-        elif isinstance(value, (list, tuple, set, frozenset)):
-            yield label, ", ".join(str(item) for item in value)
-        else:
-            yield label, f"{value:,.1f}" if isinstance(value, float) else str(value)

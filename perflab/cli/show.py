@@ -1,0 +1,67 @@
+"""How facts look in a terminal: plain rows for `doctor`, units written out.
+
+Owns words and rounding. Measures nothing and prints nothing itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+Row = tuple[str, str]
+
+
+def doctor_rows(facts: Mapping[str, Any], embedded: Path | None) -> Iterator[tuple[str, list[Row]]]:
+    """Sections of (title, rows) from `perflab.models.machine.describe()`."""
+    cpu, memory, engine = facts["cpu"], facts["memory"], facts["engine"]
+    offers: list[Row] = [
+        ("processor", str(cpu["model"])),
+        ("cores", f"{cpu['usable_cores']} usable ({cpu['why_usable']})"),
+        ("instructions", ", ".join(cpu["instructions"]) or "none of those that matter here"),
+        ("memory", f"{_gib(memory['free_gib'])} free of {_gib(memory['total_gib'])}"),
+    ]
+    offers += [
+        ("GPU", f"{gpu['name']}, {_gib(gpu['memory_gib'])}, compute capability {gpu['capability']}")
+        for gpu in facts["gpus"]
+    ] or [("GPU", "none that torch can use")]
+    yield "This machine", offers
+
+    measured: list[Row] = []
+    if (bandwidth := facts.get("bandwidth")) is not None:
+        measured.append(
+            ("memory read", f"{bandwidth['best']:.1f} GB/s (best of {len(bandwidth['loops'])} loops)")
+        )
+    if (matrix := facts.get("matrix_rates")) is not None:
+        unit = {"int8": "Gop/s"}
+        measured += [
+            (f"{name} matrices", f"{rate:,.0f} {unit.get(name, 'GFLOP/s')}")
+            for name, rate in matrix["rates"].items()
+            if rate is not None
+        ]
+    if measured:
+        yield "Measured now", measured
+
+    yield (
+        "The engine will use",
+        [
+            ("device", str(engine["device"])),
+            ("number format", str(engine["dtype"])),
+            ("threads", str(engine["threads"])),
+            ("matrix kernels", str(engine["kernels"])),
+            ("embedded model", "in the cache" if embedded else "not fetched yet: perflab model fetch"),
+        ],
+    )
+    yield "Versions", [(name, str(version)) for name, version in facts["versions"].items()]
+
+
+def _gib(value: float | None) -> str:
+    return "unknown" if value is None else f"{value:.1f} GiB"
+
+
+def seconds(value: float) -> str:
+    """A length of time as a person says it: 48 s, 3 min, 1 h 20 min."""
+    if value < 90:
+        return f"{max(1, round(value))} s"
+    minutes = round(value / 60)
+    return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60} min"
