@@ -15,9 +15,10 @@ from typing import Any
 import torch
 
 from perflab.errors import ModelError
+from perflab.models import assets
 
 _HUB_TIMEOUT_S = 5.0
-_KV_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
+_LAYER_KINDS = frozenset({"full_attention", "sliding_attention"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,8 @@ class Checkpoint:
             raise _missing_package(self.name, error) from error
         except OSError as error:
             if "safetensors" in str(error):
+                if Path(self.name).is_dir() and not _pickles(self.name):
+                    raise ModelError(f"{self.name} holds no weights (*.safetensors)") from error
                 raise ModelError(
                     f"{self.name} has no safetensors weights, and pickled ones (.bin, .pt) can run code, so "
                     "they are not loaded: convert them with transformers' save_pretrained, or take "
@@ -64,6 +67,10 @@ class Checkpoint:
         except (ValueError, RuntimeError, KeyError) as error:
             raise ModelError(f"{self.name} cannot be loaded: {_first_line(error)}") from error
         return model if "device_map" in kwargs else model.to(device)
+
+
+def _pickles(directory: str) -> list[Path]:
+    return [path for path in Path(directory).iterdir() if path.suffix in (".bin", ".pt", ".pth")]
 
 
 def find(name: str, trust_remote_code: bool) -> Checkpoint:
@@ -86,7 +93,8 @@ def find(name: str, trust_remote_code: bool) -> Checkpoint:
         if unreachable:
             raise ModelError(
                 f"{name} is not in the local cache and the hub cannot be reached ({unreachable}): check the "
-                "network, or give the path of a directory or GGUF file, which works offline"
+                "network, or give the path of a directory or GGUF file, which works offline (the embedded "
+                f"model is called {assets.NAME})"
             ) from error
         if "trust_remote_code" in str(error):
             raise ModelError(
@@ -130,16 +138,26 @@ def _refuse_other_kinds(name: str, config: Any, trust_remote_code: bool) -> None
         raise ModelError(f"{name} is an encoder-decoder ({what}); only decoder-only causal models run here")
     if any(hasattr(config, part) for part in ("vision_config", "audio_config", "vision_tower")):
         raise ModelError(f"{name} takes more than text ({what}); only text models run here")
-    if architectures and not any(a.endswith(("ForCausalLM", "LMHeadModel")) for a in architectures):
+    causal = not architectures or any(a.endswith(("ForCausalLM", "LMHeadModel")) for a in architectures)
+    both_ways = getattr(config, "use_bidirectional_attention", False) or not getattr(
+        config, "is_decoder", True
+    )
+    if not causal or both_ways:
         raise ModelError(f"{name} is not a causal language model ({what}): it cannot generate text")
     remote = trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
     if remote:
         return
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ModelError(f"{name} is not a causal language model that transformers knows ({what})")
-    stateful = getattr(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], "_is_stateful", False)
-    if stateful or set(getattr(config, "layer_types", None) or ()) - _KV_LAYERS:
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    if getattr(model_class, "_is_stateful", False):
         raise ModelError(f"{name} keeps a recurrent state ({what}); only attention layers run here")
+    if others := set(getattr(config, "layer_types", None) or ()) - _LAYER_KINDS:
+        raise ModelError(
+            f"{name} has layers of kind {', '.join(sorted(others))} ({what}); full and sliding attention run here"
+        )
+    if not getattr(model_class, "_supports_attention_backend", False):
+        raise ModelError(f"{name} has an attention of its own that cannot be replaced ({what})")
     if getattr(config, "max_position_embeddings", None) is None:
         raise ModelError(f"{name} states no context length ({what}); only models with one run here")
 

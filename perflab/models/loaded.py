@@ -21,6 +21,7 @@ Messages = Sequence[Mapping[str, str]]
 
 _INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SAMPLE = 256
+_NOT_THE_MODEL = frozenset({"transformers_version", "architectures", "dtype", "use_cache"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +89,7 @@ def fingerprint(module: torch.nn.Module, config: Any) -> str:
     Every tensor enters with the exact sum of its bits (integers, so no order of summation can
     change it: any single changed element shows) and some elements at fixed places.
     """
-    facts = {
-        k: v for k, v in config.to_dict().items() if not k.startswith("_") and k != "transformers_version"
-    }
+    facts = {k: v for k, v in config.to_dict().items() if not k.startswith("_") and k not in _NOT_THE_MODEL}
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode())
     for name, tensor in sorted(module.state_dict().items()):
         bits = tensor.detach().contiguous().view(_INTEGER_OF_SIZE[tensor.element_size()]).flatten()
