@@ -10,11 +10,12 @@ from __future__ import annotations
 import codecs
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 _REPLACEMENT = "\ufffd"  # what decoders put where bytes are not (or not yet) a character
-_BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")  # a byte in sentencepiece vocabularies
+_BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
 class _Decoder(Protocol):
@@ -34,28 +35,31 @@ class Detokenizer:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._table = _ByteTable(tokenizer.backend_tokenizer) if _is_byte_level(tokenizer) else None
         self._cleans = _cleans_up(tokenizer)
-        self._byte_tokens = _byte_fallback_ids(tokenizer)
+        backend: Any = getattr(tokenizer, "backend_tokenizer", None)  # of Hugging Face fast tokenizers
+        steps = _decoding_steps(backend)
+        self._special = _special_ids(backend)
+        self._table = _ByteTable(backend.id_to_token) if steps == ["ByteLevel"] else None
+        self._byte_tokens = _byte_token_ids(backend) if "ByteFallback" in steps else frozenset()
 
     def stream(self, stop: Sequence[str] = (), skip_special_tokens: bool = True) -> TextStream:
         """A new stream. Raises ValueError for stop strings without a tokenizer to find them by."""
+        skipped = self._special if skip_special_tokens else frozenset()
         decoder: _Decoder
         if self._tokenizer is None:
             if stop:
                 raise ValueError(f"stop={tuple(stop)!r}: the model has no tokenizer; use stop_token_ids")
             decoder = _NoText()
         elif self._table is not None:
-            decoder = _ByteLevelDecoder(self._table, skip_special_tokens)
+            decoder = _ByteLevelDecoder(self._table, skipped)
         else:
-            decoder = _WindowDecoder(
-                self._tokenizer,
-                skip_special_tokens,
-                self._byte_tokens,
-                {} if not self._cleans else _UNCLEANED,
-            )
+            options = {"skip_special_tokens": skip_special_tokens}
+            if self._cleans:
+                options["clean_up_tokenization_spaces"] = False
+            decode = partial(self._tokenizer.decode, **options)
+            decoder = _WindowDecoder(decode, self._byte_tokens, skipped)
         if self._cleans:
-            decoder = _CleaningDecoder(decoder, self._tokenizer)
+            decoder = _CleaningDecoder(decoder, self._tokenizer.clean_up_tokenization)
         return TextStream(decoder, tuple(stop))
 
 
@@ -148,80 +152,80 @@ class _NoText:
         return ""
 
 
-class _ByteTable:
+class _ByteTable(dict[int, bytes]):
     """The bytes of each token of a byte-level vocabulary, filled on first use."""
 
-    def __init__(self, backend: Any) -> None:
-        self._token = backend.id_to_token
-        self.special = frozenset(i for i, t in backend.get_added_tokens_decoder().items() if t.special)
-        self._byte_of = _byte_of_character()
-        self._known: dict[int, bytes] = {}
+    def __init__(self, token_of: Callable[[int], str | None]) -> None:
+        super().__init__()
+        self._token_of = token_of
+        # GPT-2's alphabet: printable bytes stand for themselves, the others for U+0100 and following.
+        printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+        others = [byte for byte in range(256) if byte not in printable]
+        self._byte_of = {chr(byte): byte for byte in printable}
+        self._byte_of |= {chr(0x100 + i): byte for i, byte in enumerate(others)}
 
-    def __getitem__(self, token_id: int) -> bytes:
-        known = self._known.get(token_id)
-        if known is None:
-            token = self._token(token_id)
-            known = self._known[token_id] = b"" if token is None else self._bytes(token)
-        return known
-
-    def _bytes(self, token: str) -> bytes:
+    def __missing__(self, token_id: int) -> bytes:
+        token = self._token_of(token_id) or ""
         try:
-            return bytes([self._byte_of[character] for character in token])
+            self[token_id] = bytes([self._byte_of[character] for character in token])
         except KeyError:  # an added token is text as it stands
-            return token.encode()
+            self[token_id] = token.encode()
+        return self[token_id]
 
 
 class _ByteLevelDecoder:
-    def __init__(self, table: _ByteTable, skip_special_tokens: bool) -> None:
+    def __init__(self, table: _ByteTable, skipped: frozenset[int]) -> None:
         self._table = table
-        self._skip = table.special if skip_special_tokens else frozenset()
+        self._skipped = skipped
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, token_ids: Sequence[int]) -> str:
-        table, skip = self._table, self._skip
-        return self._utf8.decode(b"".join([table[i] for i in token_ids if i not in skip]))
+        table, skipped = self._table, self._skipped
+        return self._utf8.decode(b"".join([table[i] for i in token_ids if i not in skipped]))
 
     def finish(self) -> str:
         return self._utf8.decode(b"", True)
 
 
-_UNCLEANED = {"clean_up_tokenization_spaces": False}
-
-
 class _WindowDecoder:
-    """Any tokenizer: decodes the tokens last released together with the new ones, and takes the difference.
+    """Any tokenizer: decodes the tokens last released with the new ones, and takes the difference.
 
     The tokens last released are there because a tokenizer may treat the first token differently
     (sentencepiece drops its leading space); they always include one with visible text.
     """
 
     def __init__(
-        self, tokenizer: Any, skip_special_tokens: bool, byte_tokens: frozenset[int], options: dict[str, bool]
+        self, decode: Callable[[list[int]], str], byte_tokens: frozenset[int], skipped: frozenset[int]
     ) -> None:
-        self._decode = tokenizer.decode
-        self._options: dict[str, bool] = {"skip_special_tokens": skip_special_tokens, **options}
+        self._decode = decode
         self._byte_tokens = byte_tokens
+        self._skipped = skipped
+        self._in_bytes = False  # the last token that was not skipped is a byte token
         self._window: list[int] = []
         self._num_released = 0  # leading tokens of the window whose text is out
         self._released_text = ""  # that text, as the window decodes it
 
     def push(self, token_ids: Sequence[int]) -> str:
         self._window += token_ids
-        if not token_ids or token_ids[-1] in self._byte_tokens:
-            return ""  # the next byte decides how the whole run of bytes is read
-        text = self._decode(self._window, **self._options)
+        if self._byte_tokens:
+            for token_id in token_ids:
+                if token_id not in self._skipped:
+                    self._in_bytes = token_id in self._byte_tokens
+            if self._in_bytes:
+                return ""  # a run of bytes is read as a whole: one bad byte would spoil good neighbours
+        text = self._decode(self._window)
         if len(text) <= len(self._released_text) or text.endswith(_REPLACEMENT):
             return ""
         return self._take(text)
 
     def finish(self) -> str:
-        return self._take(self._decode(self._window, **self._options)) if self._window else ""
+        return self._take(self._decode(self._window)) if self._window else ""
 
     def _take(self, text: str) -> str:
         new = text[len(self._released_text) :]
         del self._window[: self._num_released]
         self._num_released = len(self._window)
-        self._released_text = self._decode(self._window, **self._options)
+        self._released_text = self._decode(self._window)
         return new
 
 
@@ -232,28 +236,22 @@ class _CleaningDecoder:
     may be cut after three characters that are not spaces, and both sides cleaned by themselves.
     """
 
-    def __init__(self, decoder: _Decoder, tokenizer: Any) -> None:
+    def __init__(self, decoder: _Decoder, clean: Callable[[str], str]) -> None:
         self._decoder = decoder
-        self._clean = tokenizer.clean_up_tokenization
+        self._clean = clean
         self._held = ""
 
     def push(self, token_ids: Sequence[int]) -> str:
-        self._held += self._decoder.push(token_ids)
-        cut = len(self._held)
-        while cut > 0 and (cut < 3 or " " in self._held[cut - 3 : cut]):
+        text = self._held + self._decoder.push(token_ids)
+        cut = len(text)
+        while cut > 0 and (cut < 3 or " " in text[cut - 3 : cut]):
             cut -= 1
-        text, self._held = self._held[:cut], self._held[cut:]
-        return self._clean(text) if text else ""
+        self._held = text[cut:]
+        return self._clean(text[:cut])
 
     def finish(self) -> str:
         text, self._held = self._held + self._decoder.finish(), ""
         return self._clean(text)
-
-
-def _is_byte_level(tokenizer: Any) -> bool:
-    """Whether a Hugging Face fast tokenizer's decoder maps each character of a token to one byte."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    return backend is not None and type(backend.decoder).__name__ == "ByteLevel"
 
 
 def _cleans_up(tokenizer: Any) -> bool:
@@ -265,16 +263,21 @@ def _cleans_up(tokenizer: Any) -> bool:
     return backend is None or type(backend.model).__name__ != "BPE" or getattr(tokenizer, forced, False)
 
 
-def _byte_fallback_ids(tokenizer: Any) -> frozenset[int]:
-    """Tokens like <0x0A>: a run of them is read as a whole, so one bad byte spoils its good neighbours."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None or '"ByteFallback"' not in json.dumps(json.loads(backend.to_str())["decoder"]):
+def _decoding_steps(backend: Any) -> list[str]:
+    """Names of what a `tokenizers` decoder does, in order; empty without one."""
+    if backend is None or backend.decoder is None:
+        return []
+    state = json.loads(backend.decoder.__getstate__())
+    return [step["type"] for step in state.get("decoders", [state])]
+
+
+def _special_ids(backend: Any) -> frozenset[int]:
+    """Tokens that `skip_special_tokens` skips."""
+    if backend is None:
         return frozenset()
+    return frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
+
+
+def _byte_token_ids(backend: Any) -> frozenset[int]:
+    """Tokens like <0x0A>, by which sentencepiece vocabularies spell what they have no token for."""
     return frozenset(i for token, i in backend.get_vocab().items() if _BYTE_TOKEN.fullmatch(token))
-
-
-def _byte_of_character() -> dict[str, int]:
-    """GPT-2's alphabet: printable bytes stand for themselves, the others for characters from U+0100 on."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
