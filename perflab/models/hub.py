@@ -154,7 +154,8 @@ def _refuse_other_kinds(name: str, config: Any, trust_remote_code: bool) -> None
         raise ModelError(f"{name} keeps a recurrent state ({what}); only attention layers run here")
     if others := set(getattr(config, "layer_types", None) or ()) - _LAYER_KINDS:
         raise ModelError(
-            f"{name} has layers of kind {', '.join(sorted(others))} ({what}); full and sliding attention run here"
+            f"{name} has layers of kind {', '.join(sorted(others))} ({what}); full and sliding attention "
+            "run here"
         )
     if not getattr(model_class, "_supports_attention_backend", False):
         raise ModelError(f"{name} has an attention of its own that cannot be replaced ({what})")

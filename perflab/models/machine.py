@@ -172,7 +172,7 @@ def memory() -> dict[str, float]:
 
     whole = psutil.virtual_memory()
     total, free = whole.total, whole.available
-    for limit, used in _cgroup_memory(_CGROUP_ROOT, _cgroup_path()):
+    for limit, used in cgroup_memory(_CGROUP_ROOT, _cgroup_path()):
         total, free = min(total, limit), min(free, max(0, limit - used))
     return {"total_gib": total / _GIB, "free_gib": free / _GIB}
 
@@ -190,7 +190,7 @@ def cgroup_cpus(root: Path = _CGROUP_ROOT) -> float | None:
     return min(quotas, default=None)
 
 
-def _cgroup_memory(root: Path, own: str) -> Iterator[tuple[int, int]]:
+def cgroup_memory(root: Path, own: str) -> Iterator[tuple[int, int]]:
     """(limit, bytes that cannot be reclaimed) of each level that has a limit."""
     for level in _levels(root, own):
         limit, used = _text(level / "memory.max"), _text(level / "memory.current")

@@ -165,7 +165,7 @@ def _randomise(module: torch.nn.Module, tied: bool, generator: torch.Generator) 
         if name == "model.norm.weight":
             parameter.data += 4 * tied + 0.3 * noise
         elif "post_" in name:
-            parameter.data += 2 * tied + 0.3 * noise
+            parameter.data += 5 * tied + 0.3 * noise
         elif parameter.ndim == 1:  # norms keep their centre, biases and sinks start at zero
             parameter.data += 0.3 * noise
         elif "embed" in name:
