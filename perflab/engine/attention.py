@@ -91,13 +91,13 @@ class StepAttention:
         return keys[0, :, : batch.kv_len[row]], values[0, :, : batch.kv_len[row]]
 
     def _row_mask(self, row: int, window: int | None, device: torch.device) -> Tensor | None:
-        """[queries, context] of what may be seen; None for plain causal over an equal length."""
+        """[queries, context] of what may be seen; None where causality alone says it without a mask."""
         queries, context = self._batch.query_len[row], self._batch.kv_len[row]
         if window is not None and context <= window:
             window = None
         if (row, window) not in self._masks:
             mask = None
-            if queries != context or window is not None:
+            if window is not None or 1 < queries < context:
                 at = torch.arange(context - queries, context, device=device)[:, None]
                 mask = visible(at, torch.arange(context, device=device)[None], window)
             self._masks[row, window] = mask
@@ -143,7 +143,9 @@ class StepAttention:
             out.index_copy_(0, group.tokens, part)
 
     @staticmethod
-    def _group_mask(group: Group, window: int | None, shared: int, kv_heads: int, dtype: torch.dtype) -> Tensor:
+    def _group_mask(
+        group: Group, window: int | None, shared: int, kv_heads: int, dtype: torch.dtype
+    ) -> Tensor:
         """Additive mask [B · kv_heads, shared · queries, padded context]."""
         if window not in group.masks:
             seen = visible(group.query_positions[..., None], group.positions, window)
@@ -206,9 +208,10 @@ def eager_attention(
     sinks: Tensor | None = None,
 ) -> Tensor:
     """softmax(q kᵀ · scaling) v written out. query [heads, q, dim], key and value [kv_heads, c, dim],
-    mask [q, c] of what may be seen (None: causal, q = c) → [heads, q, dim]."""
+    mask [q, c] of what may be seen (None: causal, the queries at the end) → [heads, q, dim]."""
     if mask is None:
-        mask = torch.ones(query.shape[1], key.shape[1], dtype=torch.bool, device=query.device).tril()
+        size = (query.shape[1], key.shape[1])
+        mask = torch.ones(size, dtype=torch.bool, device=query.device).tril(size[1] - size[0])
     shared = query.shape[0] // key.shape[0]
     key, value = key.repeat_interleave(shared, 0), value.repeat_interleave(shared, 0)
     scores = query @ key.transpose(1, 2) * scaling
@@ -231,11 +234,14 @@ def sdpa_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """As `eager_attention`, by torch's fused kernel where it can: not with soft caps or sinks."""
+    """As `eager_attention`, by torch's fused kernel where it can: not with soft caps or sinks.
+
+    Without a mask there is one query, or as many as keys.
+    """
     if softcap is not None or sinks is not None:
         return eager_attention(query, key, value, mask, scaling, softcap, sinks)
     shared = query.shape[0] // key.shape[0]
-    if query.shape[1] == 1 and mask is not None and mask.all():
+    if query.shape[1] == 1 and mask is None:
         # A lone query: its heads become the queries of their key head, and nothing is repeated.
         query = query.view(key.shape[0], shared, -1)
         return F.scaled_dot_product_attention(query[None], key[None], value[None], scale=scaling)[0].view(

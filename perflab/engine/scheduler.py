@@ -113,8 +113,17 @@ class Scheduler:
                 f"({self.kv.pool.num_blocks} blocks); lower max_tokens or raise num_blocks"
             )
 
-    def finish(self, seq: Sequence, reason: FinishReason, now: int, error: Exception | None = None) -> None:
-        """End a request wherever it is, between two steps; the event comes with the next delivery."""
+    def finish(
+        self,
+        seq: Sequence,
+        reason: FinishReason,
+        now: int,
+        error: Exception | None = None,
+        *,
+        announce: bool = True,
+    ) -> None:
+        """End a request wherever it is, between two steps; its last event comes with the next delivery
+        unless the caller says that it announces the end itself."""
         if seq.is_finished:
             return
         if seq in self.running:
@@ -126,7 +135,8 @@ class Scheduler:
             else:
                 _close_requeue(seq, now)
         self._end(seq, reason, now, error)
-        self._ended.append(TokenEvent(seq.request_id, (), finish_reason=reason, error=error))
+        if announce:
+            self._ended.append(TokenEvent(seq.request_id, (), finish_reason=reason, error=error))
 
     def _end(self, seq: Sequence, reason: FinishReason, now: int, error: Exception | None = None) -> None:
         self.kv.free(seq, discard=error is not None)
@@ -220,7 +230,9 @@ class Scheduler:
             self._preempt(plan, now)
 
     def _admit(self, plan: Plan, budget: int, now: int) -> None:
-        seats = min(self._gate.seats(self.waiting, len(self.running), now), self._limits.rows - len(self.running))
+        seats = min(
+            self._gate.seats(self.waiting, len(self.running), now), self._limits.rows - len(self.running)
+        )
         chunked, index, entered = self.config.chunked_prefill, 0, 0
         while entered < seats and index < len(self.waiting) and budget > 0:
             seq = self.waiting[index]

@@ -1,0 +1,173 @@
+"""Runs a plan on this process's device: batch tensors, the model, sampling.
+
+Owns the runner and the KV tensors. A failure is traced to the rows that cause it: a NaN by its row,
+an exception by running halves. Knows nothing of queues; the scheduler decides what a failed or
+deferred row means.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from perflab.clock import Clock
+from perflab.config import Attention, EngineConfig
+from perflab.engine.attention import StepAttention
+from perflab.engine.batch import Batch, build_batch
+from perflab.engine.kv_tensors import KVTensors
+from perflab.engine.sampler import prompt_logprobs, sample
+from perflab.engine.scheduler import Plan, StepResult
+from perflab.errors import StepFailed
+from perflab.models.runner import HFRunner
+
+
+class Executor(Protocol):
+    vocab_size: int | None
+
+    def run(self, plan: Plan) -> StepResult: ...
+
+    def wipe(self, blocks: list[int]) -> None:
+        """Clear blocks that a failed request may have left with NaN in them."""
+        ...
+
+    def self_test(self) -> None:
+        """Raises what stops the model from running at all."""
+        ...
+
+
+class LocalExecutor:
+    """One process, CPU or CUDA."""
+
+    def __init__(
+        self, runner: HFRunner, kv: KVTensors | None, attention: Attention, clock: Clock, *, can_defer: bool
+    ) -> None:
+        self.runner, self.kv = runner, kv
+        self._attention: Attention = attention
+        self._clock = clock
+        self._can_defer = can_defer
+        self._block_size = kv.block_size if kv is not None else 0
+        self.vocab_size: int | None = runner.module.config.get_text_config().vocab_size
+
+    @classmethod
+    def for_config(cls, runner: HFRunner, config: EngineConfig, clock: Clock) -> LocalExecutor:
+        """`config` is resolved."""
+        kv = None
+        if config.kv_cache:
+            assert config.num_blocks is not None
+            kv = KVTensors(runner.kv_shape, config.num_blocks, config.block_size, runner.dtype, runner.device)
+        return cls(runner, kv, config.attention, clock, can_defer=config.chunked_prefill)
+
+    def run(self, plan: Plan) -> StepResult:
+        result = StepResult(token_ids=[[] for _ in plan.seqs])
+        self._run(plan, 0, len(plan.seqs), result)
+        return result
+
+    def _run(self, plan: Plan, start: int, end: int, result: StepResult) -> None:
+        """Rows [start, end); on an exception each half again, so one bad row costs about 2 log2 runs."""
+        whole = end - start == len(plan.seqs)
+        try:
+            self._compute(plan if whole else plan.part(start, end), start, result)
+        except Exception as error:
+            no_memory = is_out_of_memory(error)
+            result.out_of_memory |= no_memory
+            if end - start > 1:
+                middle = (start + end) // 2
+                self._run(plan, start, middle, result)
+                self._run(plan, middle, end, result)
+            elif no_memory and self._can_defer and plan.counts[start] > 1:
+                result.deferred.add(start)
+            else:
+                failure = StepFailed(f"{plan.seqs[start].request_id}: {type(error).__name__}: {error}")
+                failure.__cause__ = error
+                result.errors[start] = failure
+
+    def _compute(self, plan: Plan, first_row: int, result: StepResult) -> None:
+        now, device = self._clock.now, self.runner.device
+        batch = build_batch(plan, self._block_size, device)
+        attention = StepAttention(batch, self.kv, self._attention)
+        result.batched_ns = result.batched_ns or now()
+        logits = self._forward(batch, attention)
+        result.forwarded_ns = now()
+        self._sample(plan, batch, logits, first_row, result)
+        result.sampled_ns = now()
+
+    def _forward(self, batch: Batch, attention: StepAttention) -> Tensor:
+        logits = self.runner.forward(batch.input_ids, batch.position_ids, attention, batch.sample_rows).logits
+        if logits.device.type == "cuda":
+            torch.cuda.synchronize(logits.device)
+        return logits
+
+    def _sample(self, plan: Plan, batch: Batch, logits: Tensor, first_row: int, result: StepResult) -> None:
+        last = [end - 1 for end in batch.sample_start[1:]]
+        rows = [row for row, samples in enumerate(plan.samples) if samples]
+        if len(rows) == len(last) == logits.shape[0]:
+            wanted = logits
+        else:
+            wanted = logits[[last[row] for row in rows]]
+        sampled = sample(wanted, [plan.seqs[row] for row in rows])
+        bad = {rows[index] for index in sampled.bad_rows}
+        partial = [row for row, samples in enumerate(plan.samples) if not samples]
+        if partial:
+            finite = torch.isfinite(logits[[last[row] for row in partial]].amax(-1)).tolist()
+            bad.update(row for row, ok in zip(partial, finite, strict=True) if not ok)
+        for index, row in enumerate(rows):
+            if row not in bad:
+                result.token_ids[first_row + row] = [sampled.token_ids[index]]
+                logprob = sampled.logprobs[index]
+                if logprob is not None:
+                    result.logprobs[first_row + row] = [logprob]
+        for row in bad:
+            result.errors[first_row + row] = StepFailed(
+                f"{plan.seqs[row].request_id}: its logits are not finite, or no token is left to choose; "
+                "check logit_bias, try dtype fp32 or another prompt"
+            )
+        self._score_prompts(plan, batch, logits, first_row, result)
+
+    def _score_prompts(
+        self, plan: Plan, batch: Batch, logits: Tensor, first_row: int, result: StepResult
+    ) -> None:
+        for row, (seq, count) in enumerate(zip(plan.seqs, plan.counts, strict=True)):
+            top = seq.params.prompt_logprobs
+            if top is None:
+                continue
+            # Position p's logits score the token at p + 1.
+            first = seq.num_computed_tokens + 1
+            targets = seq.tokens[first : min(first + count, seq.num_prompt_tokens)]
+            if targets:
+                start = batch.sample_start[row]
+                scored = prompt_logprobs(logits[start : start + len(targets)], targets, top)
+                result.prompt_logprobs[first_row + row] = (first, scored)
+
+    def wipe(self, blocks: list[int]) -> None:
+        if self.kv is not None and blocks:
+            self.kv.wipe(blocks)
+
+    def self_test(self) -> None:
+        self.score([0])
+
+    def score(self, token_ids: list[int]) -> Tensor:
+        """Next-token logits at every position, fp32 [len(token_ids), vocabulary], without KV memory."""
+        count, device = len(token_ids), self.runner.device
+        everything = torch.arange(count, device=device)
+        batch = Batch(
+            input_ids=torch.tensor([token_ids], device=device),
+            position_ids=everything[None],
+            query_start=[0, count],
+            query_len=[count],
+            kv_len=[count],
+            block_tables=[[]],
+            slot_block=everything,
+            slot_offset=everything,
+            sample_rows=everything,
+            sample_start=[0, count],
+        )
+        return self._forward(batch, StepAttention(batch, None, self._attention)).float()
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether this is the device's or the host's way of saying that memory ran out."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
