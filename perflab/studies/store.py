@@ -149,6 +149,11 @@ def read_run(path: Path) -> Run:
     )
 
 
+def run_dirs(study_dir: Path) -> list[Path]:
+    """The finished runs of a study's directory, in the order of their names."""
+    return sorted(p.parent for p in (study_dir / "runs").glob("[!.]*/manifest.json"))
+
+
 def find_runs(paths: Sequence[Path]) -> list[Path]:
     """Run directories in `paths`: a run itself, or all under a study's `runs/`, in order of round.
 
@@ -159,7 +164,7 @@ def find_runs(paths: Sequence[Path]) -> list[Path]:
         if (path / "manifest.json").is_file():
             found.append(path)
             continue
-        inside = sorted(p.parent for p in (path / "runs").glob("[!.]*/manifest.json"))
+        inside = run_dirs(path)
         if not inside:
             raise StoreError(f"{path}: holds no finished run; give a study's directory or a run's")
         found.extend(inside)

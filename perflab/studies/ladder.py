@@ -1,0 +1,164 @@
+"""The default study: a ladder from the plainest engine up, one switch a rung.
+
+Owns the rungs and the workload that every rung serves. Measures nothing but which dtype is worth
+trying here.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from perflab.load.workloads import Workload, synthetic
+from perflab.measure.metrics import SLO
+from perflab.models.linears import PackedLinear, can_pack
+from perflab.models.load import choose_device
+from perflab.studies.define import Study, Variant
+
+BASE: dict[str, Any] = {
+    "kv_cache": False,
+    "max_num_seqs": 1,
+    "batching": "continuous",
+    "chunked_prefill": False,
+    "prefix_cache": False,
+    "attention": "sdpa",
+    "packed_linears": False,
+    "max_num_batched_tokens": 2048,
+    "num_blocks": 96,
+}
+"""The lowest rung: every optimisation taken away."""
+
+RUNGS: tuple[tuple[str, dict[str, Any], str, float], ...] = (
+    ("no cache, batch 1", {}, "every token recomputes its whole sequence, one request at a time", 1.0),
+    ("KV cache", {"kv_cache": True}, "keys and values of earlier tokens are kept", 0.5),
+    (
+        "dynamic batching",
+        {"max_num_seqs": 6, "batching": "dynamic", "batch_timeout_s": 0.02},
+        "up to six requests together; nobody joins until all have left",
+        0.3,
+    ),
+    (
+        "continuous batching",
+        {"batching": "continuous"},
+        "a request joins as soon as another one leaves",
+        0.3,
+    ),
+    (
+        "batched attention",
+        {"attention": "batched"},
+        "attention of all rows of a step in one call instead of one per request",
+        0.25,
+    ),
+    ("packed weights", {"packed_linears": True}, "weight matrices laid out for this processor, fused", 0.2),
+    (
+        "chunked prefill",
+        {"chunked_prefill": True, "max_num_batched_tokens": 64},
+        "at most 64 tokens a step: a long prompt no longer holds up running requests",
+        0.2,
+    ),
+    ("prefix cache", {"prefix_cache": True}, "prompts that start alike share what was computed", 0.18),
+)
+"""(name, switches on top of the rung below, what it does, guessed cost relative to the first)."""
+
+WORTH_TRYING = 0.5
+"""bf16 is a rung unless its linear layers run at less than this share of fp32's speed."""
+
+WORKLOAD_DESCRIPTION = (
+    "prompts of 64 tokens cut from plain prose, three of four on one of two shared documents of 48 tokens; "
+    "outputs of 8 to 40 tokens, 24 on average; all start at once"
+)
+
+
+def default_workload(requests: int = 12, output_tokens: tuple[int, ...] = (24, 8, 40, 16, 32)) -> Workload:
+    """The ladder's own workload: the same tokens for every rung, machine and day."""
+    return synthetic(
+        requests=requests,
+        input_tokens=64,
+        output_tokens=output_tokens,
+        shared_tokens=48,
+        documents=2,
+        unshared_every=4,
+        name="ladder",
+        description=WORKLOAD_DESCRIPTION,
+    )
+
+
+def default_study(
+    model: str = "smollm2-135m",
+    quick: bool = False,
+    *,
+    seed: int = 0,
+    time_budget_s: float | None = None,
+    device: str = "auto",
+    bf16: bool | None = None,
+) -> Study:
+    """The optimisation ladder of one model, from no cache to the lot.
+
+    quick: a first report in under two minutes, with shorter outputs and two rounds. bf16: whether the
+    last rung switches from fp32 to bf16; None leaves it out only where a short measurement of this
+    machine says that it would be far slower.
+    """
+    gain = bf16_gain(device) if bf16 is None else None
+    wanted = bf16 if bf16 is not None else (gain or 0.0) > WORTH_TRYING
+    variants, switches = [], dict(BASE)
+    for name, change, description, cost in RUNGS:
+        switches = {**switches, **change}
+        variants.append(Variant(name, dict(switches), "float32", description, cost))
+    notes = []
+    if wanted:
+        last = variants[-1]
+        variants.append(
+            replace(last, name="bf16", dtype="bfloat16", description="weights and activations in 16 bits")
+        )
+    if gain is not None:
+        notes.append(
+            f"Linear layers ran {gain:.1f}× as fast in bf16 as in fp32 here"
+            + ("." if wanted else ", so the ladder stays in fp32.")
+        )
+    quick_workload = default_workload(8, (12, 4, 20, 8, 16))
+    return Study(
+        name="optimisation ladder" + (" (quick)" if quick else ""),
+        model=model,
+        workload=quick_workload if quick else default_workload(),
+        variants=tuple(variants),
+        slo=SLO(ttft_s=2.0, tpot_s=0.2),
+        repeats=3 if quick else 6,
+        min_repeats=2 if quick else 3,
+        seed=seed,
+        time_budget_s=time_budget_s or (75.0 if quick else 290.0),
+        quality_texts=5 if quick else 8,
+        device=device,
+        description="Each rung adds one optimisation to the rung below it.",
+        notes=tuple(notes),
+    )
+
+
+def bf16_gain(device: str = "auto", rows: tuple[int, ...] = (1, 6, 64), size: int = 1024) -> float:
+    """How many times faster a linear layer is in bf16 than in fp32 here: geometric mean over row counts.
+
+    Layers [size, size], packed where this machine packs; the best of six turns each.
+    """
+    place = choose_device(device)
+    layers = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        # Several, so that their weights come from memory as a model's do.
+        made = [
+            torch.nn.Linear(size, size, device=place, dtype=dtype).requires_grad_(False) for _ in range(4)
+        ]
+        layers[dtype] = [PackedLinear(one) for one in made] if can_pack(made[0]) else made
+    gain = 1.0
+    for count in rows:
+        best = dict.fromkeys(layers, float("inf"))
+        for _ in range(6):
+            for dtype, stack in layers.items():
+                x = torch.ones(count, size, device=place, dtype=dtype)
+                start = time.perf_counter()
+                for layer in stack:
+                    x = layer(x)
+                float(x[0, 0])  # waits for a device that works behind our back
+                best[dtype] = min(best[dtype], time.perf_counter() - start)
+        gain *= best[torch.float32] / best[torch.bfloat16]
+    return float(gain ** (1 / len(rows)))

@@ -1,0 +1,86 @@
+"""A run's manifest: what was run, with what, on what, and whether it may be compared.
+
+Owns which facts are written down. Prompts, outputs, paths and keys are not among them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, fields
+from datetime import UTC, datetime
+from typing import Any
+
+from perflab.clock import NS_PER_S
+from perflab.load.run import RunRecords
+from perflab.load.workloads import PromptEncoder, Workload
+from perflab.measure.metrics import SLO
+from perflab.measure.validity import LATE_LIMIT_S, Expected, Noise, judge
+from perflab.models import machine
+from perflab.studies.define import Study, Variant
+
+
+def describe_run(
+    study: Study,
+    variant: Variant,
+    number: int,
+    workload: Workload,
+    records: RunRecords,
+    noise: Noise,
+    engine: Any,
+) -> dict[str, Any]:
+    """Everything a reader needs to repeat and to judge one run, as JSON values."""
+    model = engine.model
+    longest = max((s.delivered_ns - s.start_ns for s in records.steps), default=0) / NS_PER_S
+    expected = {r.request_id: Expected(r.prompt_length, r.output_length) for r in workload.requests}
+    verdict = judge(
+        records.requests,
+        planned=records.planned,
+        interrupted=records.interrupted,
+        expected=expected,
+        noise=noise,
+        open_loop=workload.open_loop,
+        late_limit_s=LATE_LIMIT_S + longest,
+    )
+    return {
+        "study": study.name,
+        "variant": variant.name,
+        "description": variant.description,
+        "round": number,
+        "ended_at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "started_ns": records.started_ns,
+        "ended_ns": records.ended_ns,
+        "seed": study.seed,
+        "slo": {f.name: getattr(study.slo, f.name) for f in fields(SLO)},
+        "model": {
+            "name": model.name,
+            "fingerprint": model.fingerprint,
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "device": str(model.device),
+            "notes": list(model.notes),
+            "load_s": {span.name: (span.end_ns - span.start_ns) / NS_PER_S for span in model.load_spans},
+        },
+        "engine": asdict(engine.config),
+        "workload": {
+            "name": workload.name,
+            "description": workload.description,
+            "source": workload.source,
+            "fingerprint": workload.fingerprint,
+            "requests": records.planned,
+            "prompt_tokens": sum(r.prompt_tokens for r in records.requests),
+            "output_tokens_asked": workload.output_tokens,
+            "open_loop": workload.open_loop,
+        },
+        "noise": asdict(noise),
+        "validity": {"reasons": [list(reason) for reason in verdict.reasons], "notes": list(verdict.notes)},
+        "machine": machine.manifest(),
+    }
+
+
+def texts_of(workload: Workload, encoder: PromptEncoder, records: RunRecords, model: Any) -> dict[str, Any]:
+    """Prompts and outputs by request, for a study that asked to keep them."""
+    return {
+        r.request_id: {
+            "prompt": model.decode(encoder.ids(r.prompt)),
+            "output": model.decode(records.outputs.get(r.request_id, [])),
+        }
+        for r in workload.requests
+    }
