@@ -76,7 +76,7 @@ def test_sizes_can_be_overridden() -> None:
 
 
 def test_an_unknown_architecture_is_named() -> None:
-    with pytest.raises(ModelError, match="'rnn'.*llama"):
+    with pytest.raises(ModelError, match=r"'rnn'.*llama"):
         tiny("rnn")
 
 

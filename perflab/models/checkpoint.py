@@ -182,7 +182,7 @@ def _through_transformers(file: GGUFFile, dtype: torch.dtype) -> torch.nn.Module
         model = AutoModelForCausalLM.from_pretrained(
             str(file.path.parent), gguf_file=file.path.name, dtype=dtype
         )
-    except (ValueError, KeyError, NotImplementedError) as error:
+    except (ValueError, KeyError, NotImplementedError, RuntimeError) as error:
         architecture = file.metadata.get("general.architecture")
         raise ModelError(
             f"GGUF files of architecture {architecture!r} cannot be read ({error}): use the checkpoint's "

@@ -83,6 +83,8 @@ def _parse(path: Path, data: np.ndarray) -> GGUFFile:
     for _ in range(num_pairs):
         key = cursor.string()
         metadata[key] = cursor.value(cursor.scalar("I"))
+    if (parts := metadata.get("split.count", 1)) > 1:
+        raise ModelError(f"{path} is one of {parts} parts of a split file: merge them with llama-gguf-split")
     table = []
     for _ in range(num_tensors):
         name = cursor.string()
