@@ -176,6 +176,11 @@ class Engine:
             self.scheduler.finish(seq, reason, self.clock.now(), error)
         self.scheduler.kv.pool.clear_index()
 
+    def fail(self, error: Exception) -> None:
+        """A driver's word that a step raised: every request ends with it, a self-test comes next."""
+        self.abort_all(error)
+        self.health.broke(f"{type(error).__name__}: {error}", self.clock.now())
+
     def close(self) -> list[TokenEvent]:
         """End what is left; returns the last events."""
         self.abort_all(EngineStopped("the engine was closed"), "cancelled")

@@ -102,10 +102,8 @@ class LocalExecutor:
     def _sample(self, plan: Plan, batch: Batch, logits: Tensor, first_row: int, result: StepResult) -> None:
         last = [end - 1 for end in batch.sample_start[1:]]
         rows = [row for row, samples in enumerate(plan.samples) if samples]
-        if len(rows) == len(last) == logits.shape[0]:
-            wanted = logits
-        else:
-            wanted = logits[[last[row] for row in rows]]
+        every = len(rows) == logits.shape[0]
+        wanted = logits if every else logits[[last[row] for row in rows]]
         sampled = sample(wanted, [plan.seqs[row] for row in rows])
         bad = {rows[index] for index in sampled.bad_rows}
         partial = [row for row, samples in enumerate(plan.samples) if not samples]

@@ -302,7 +302,8 @@ class Scheduler:
                 if computed >= seq.next_boundary:
                     settle(seq)
                 continue
-            tokens, reason = seq.tokens, None
+            tokens = seq.tokens
+            reason: FinishReason | None = None
             for accepted, token in enumerate(new, 1):
                 tokens.append(token)
                 if token in seq.stop_set and len(tokens) > seq.min_len:

@@ -1,0 +1,148 @@
+"""`generate` for a list of prompts, `stream` for one: the engine driven in the caller's thread.
+
+Owns the loop of one call. Knows nothing of arrival times or services; see `AsyncEngine` for those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from perflab.config import EngineConfig
+from perflab.engine.engine import Engine
+from perflab.models.load import load
+from perflab.models.loaded import LoadedModel
+from perflab.types import FinishReason, Request, RequestRecord, SamplingParams, TokenEvent, TokenLogprob
+
+Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
+
+
+@dataclass(slots=True)
+class Completion:
+    """One finished sample of one prompt."""
+
+    request_id: str
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    finish_reason: FinishReason | None = None
+    logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+    error: Exception | None = None
+    record: RequestRecord | None = None
+
+    def add(self, event: TokenEvent) -> None:
+        self.token_ids.extend(event.token_ids)
+        self.text += event.text
+        self.finish_reason = event.finish_reason
+        self.error = event.error
+        if event.logprobs is not None:
+            self.logprobs = [*(self.logprobs or ()), *event.logprobs]
+        if event.prompt_logprobs is not None:
+            self.prompt_logprobs = list(event.prompt_logprobs)
+
+
+class LLM:
+    """A model with an engine around it.
+
+    >>> llm = LLM("smollm2-135m")
+    >>> llm.generate(["What is a KV cache?"], SamplingParams(max_tokens=32))[0].text
+    """
+
+    def __init__(
+        self,
+        model: str | LoadedModel = "smollm2-135m",
+        config: EngineConfig | None = None,
+        **load_options: Any,
+    ) -> None:
+        self.model = load(model, **load_options) if isinstance(model, str) else model
+        self.engine = Engine(self.model, config)
+        self._count = 0
+
+    def token_ids(self, prompt: Prompt) -> list[int]:
+        """A string is plain text, a list of messages goes through the chat template, ids stay ids."""
+        if isinstance(prompt, str):
+            return self.model.encode(prompt)
+        if prompt and isinstance(prompt[0], Mapping):
+            return self.model.chat(prompt)  # type: ignore[arg-type]
+        return list(prompt)  # type: ignore[arg-type]
+
+    def _submit(self, prompt: Prompt, params: SamplingParams | None, cache_salt: str | None) -> list[str]:
+        self._count += 1
+        keys = (("salt", cache_salt),) if cache_salt is not None else ()
+        request = Request(
+            f"r{self._count}", self.token_ids(prompt), params or self.model.defaults, cache_keys=keys
+        )
+        return self.engine.submit(request)
+
+    def generate(
+        self,
+        prompts: str | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        cache_salt: str | None = None,
+        on_event: Callable[[TokenEvent], None] | None = None,
+    ) -> list[Completion]:
+        """Completions in the order of the prompts, all `n` samples of one beside each other.
+
+        `params` is one for all or one each; None takes the model's own defaults. A request that
+        fails has `error` set and leaves the others alone. Raises Rejected for one that can't run.
+        Interrupted, it cancels what is left.
+        """
+        prompts = [prompts] if isinstance(prompts, str) else list(prompts)  # type: ignore[list-item]
+        each = (
+            [params] * len(prompts) if params is None or isinstance(params, SamplingParams) else list(params)
+        )
+        if len(each) != len(prompts):
+            raise ValueError(
+                f"{len(prompts)} prompts but {len(each)} sampling parameters: give one, or one each"
+            )
+        done: dict[str, Completion] = {}
+        try:
+            for prompt, own in zip(asked, each, strict=True):
+                for request_id in self._submit(prompt, own, cache_salt):
+                    done[request_id] = Completion(request_id)
+            for event in self._events(done):
+                done[event.request_id].add(event)
+                if on_event is not None:
+                    on_event(event)
+        except BaseException:
+            self._cancel(done)
+            raise
+        records = {record.request_id: record for record in self.engine.records}
+        for request_id, completion in done.items():
+            completion.record = records.get(request_id)
+        return list(done.values())
+
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, cache_salt: str | None = None
+    ) -> Iterator[TokenEvent]:
+        """Events of one request as they come; closing the iterator cancels it."""
+        ids = self._submit(prompt, params, cache_salt)
+        try:
+            yield from self._events(ids)
+        finally:
+            self._cancel(ids)
+
+    def close(self) -> None:
+        """End whatever still runs."""
+        self.engine.close()
+
+    def _events(self, ids: Mapping[str, object] | Sequence[str]) -> Iterator[TokenEvent]:
+        """Step until these requests have ended. Events of others (an outer stream) are not ours."""
+        left = set(ids)
+        while left:
+            events = self.engine.step()
+            if not events:
+                wake = self.engine.next_wake_ns()
+                if wake is not None:
+                    self.engine.clock.sleep_until(wake)
+            for event in events:
+                if event.request_id in left:
+                    if event.finish_reason is not None:
+                        left.discard(event.request_id)
+                    yield event
+
+    def _cancel(self, ids: Mapping[str, object] | Sequence[str]) -> None:
+        if sum(self.engine.cancel(request_id) for request_id in ids):
+            self.engine.step()
