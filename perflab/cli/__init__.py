@@ -22,13 +22,11 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from perflab.cli import show
+from perflab.cli import show, studies
 from perflab.errors import PerflabError
 
 if TYPE_CHECKING:
     from perflab.models.loaded import LoadedModel
-
-EMBEDDED = "smollm2-135m"
 
 app = typer.Typer(
     name="perflab",
@@ -41,6 +39,8 @@ app = typer.Typer(
 )
 model_app = typer.Typer(no_args_is_help=True, help="The embedded model: fetch it, say where it is.")
 app.add_typer(model_app, name="model")
+app.command()(studies.study)
+app.command()(studies.report)
 
 Model = Annotated[
     str,
@@ -135,7 +135,7 @@ def model_path() -> None:
 @app.command()
 def generate(
     prompt: Annotated[str, typer.Argument(help="What to ask; - reads it from standard input.")],
-    model: Model = EMBEDDED,
+    model: Model = studies.EMBEDDED,
     dtype: Dtype = "auto",
     device: Device = "auto",
     max_tokens: Annotated[int | None, typer.Option(help="Longest answer, in tokens.")] = None,
@@ -183,7 +183,7 @@ def generate(
         sys.stdout.write("\n")
         record = llm.engine.records[-1]
     finally:
-        llm.close()
+        llm.engine.close()
     ttft, gap = metrics.ttft_s(record), metrics.tpot_s(record)
     _console().print(
         f"[dim]{record.prompt_tokens} tokens in, {record.output_tokens} out ({record.finish_reason})"

@@ -57,11 +57,3 @@ def doctor_rows(facts: Mapping[str, Any], embedded: Path | None) -> Iterator[tup
 
 def _gib(value: float | None) -> str:
     return "unknown" if value is None else f"{value:.1f} GiB"
-
-
-def seconds(value: float) -> str:
-    """A length of time as a person says it: 48 s, 3 min, 1 h 20 min."""
-    if value < 90:
-        return f"{max(1, round(value))} s"
-    minutes = round(value / 60)
-    return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60} min"

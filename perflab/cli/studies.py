@@ -1,0 +1,195 @@
+"""The commands `study` and `report`: run or resume a study with progress, render what it left.
+
+Owns where a study goes by default and how its course is told. What a study does is `perflab.studies`'.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from perflab.errors import PerflabError
+
+if TYPE_CHECKING:
+    from perflab.measure.stats import Comparison
+    from perflab.report.analysis import Analysis
+    from perflab.studies.study import Progress as StudyProgress
+    from perflab.studies.study import Study
+
+RUNS = Path("runs")
+EMBEDDED = "smollm2-135m"
+
+
+def study(
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model", "-m", help="The embedded model's name, a hub id, a directory or a GGUF file."
+        ),
+    ] = None,
+    file: Annotated[
+        Path | None, typer.Option("--file", "-f", help="A study of your own, in YAML, instead of the ladder.")
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="A first report in about two minutes.")] = False,
+    minutes: Annotated[float | None, typer.Option(help="Time for all of it.", min=0.1)] = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Its folder; default: under runs/.")] = None,
+    resume: Annotated[
+        bool,
+        typer.Option("--resume/--fresh", help="Go on where it stopped, or delete its runs and begin anew."),
+    ] = True,
+    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
+) -> None:
+    """Measure a model rung by rung and write report.html.
+
+    Stopped with Ctrl-C it keeps its finished runs; the same command goes on from there.
+
+    Example: [bold]perflab study --quick[/bold]
+    """
+    chosen = _chosen(model, file, quick, minutes, device)
+    folder = out or default_folder(chosen)
+    if not resume:
+        _delete(folder)
+
+    from perflab.report.analysis import analyse
+    from perflab.report.html import write_report
+    from perflab.studies.study import run_study
+
+    with _told() as tell:
+        result = run_study(chosen, folder, progress=tell)
+    if not result.runs:
+        raise PerflabError(result.message or "the study stopped before a run was finished: nothing to report")
+    report = write_report(folder)
+    Console().print(summary_table(analyse([folder])))
+    for name, why in result.failures.items():
+        Console(stderr=True).print(f"[yellow]left out: {escape(name)}: {escape(why)}[/yellow]")
+    if result.interrupted:
+        Console(stderr=True).print(f"[yellow]{escape(result.message)}[/yellow]")
+    typer.echo(f"Report: {report}")
+    if result.interrupted:
+        raise typer.Exit(130)
+
+
+def report(
+    folders: Annotated[
+        list[Path], typer.Argument(help="Studies or single runs, as `perflab study` left them.")
+    ],
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="The file; default: report.html beside them.")
+    ] = None,
+) -> None:
+    """Render the report of studies or runs again, without running anything.
+
+    Example: [bold]perflab report runs/optimisation-ladder-smollm2-135m[/bold]
+    """
+    from perflab.report.html import write_report
+
+    typer.echo(f"Report: {write_report(*folders, out=out)}")
+
+
+def _chosen(
+    model: str | None, file: Path | None, quick: bool, minutes: float | None, device: str | None
+) -> Study:
+    """The study that the options name. Raises BadParameter where two of them contradict each other."""
+    if file is not None and quick:
+        raise typer.BadParameter(
+            "a study of your own has its own length: use --minutes", param_hint="--quick"
+        )
+    console = Console(stderr=True)
+    with console.status("looking at this machine"):
+        from perflab.studies.ladder import default_study
+        from perflab.studies.study import load_study_file
+
+        if file is not None:
+            chosen = load_study_file(file)
+            chosen = replace(chosen, model=model or chosen.model, device=device or chosen.device)
+        else:
+            chosen = default_study(model or EMBEDDED, quick, device=device or "auto")
+    return replace(chosen, time_budget_s=minutes * 60) if minutes else chosen
+
+
+def default_folder(study: Study) -> Path:
+    """Where a study goes: the same place for the same study, so that it is found again."""
+    from perflab.studies.session import slug
+
+    return RUNS / slug(f"{study.name} {Path(study.model).name}")
+
+
+def _delete(folder: Path) -> None:
+    """Remove a study's folder; refuses to remove anything else."""
+    if not folder.exists():
+        return
+    if not (folder / "study.json").exists():
+        raise PerflabError(f"{folder} holds no study, so --fresh does not delete it: name another with --out")
+    shutil.rmtree(folder)
+
+
+@contextmanager
+def _told() -> Iterator[Callable[[StudyProgress], None]]:
+    """Shows where a study is: a bar in a terminal, a line for each stage and run elsewhere.
+
+    The first message, which says how long it takes, stays on the screen.
+    """
+    from perflab.studies.session import duration
+
+    console = Console(stderr=True)
+    seen: list[str] = []
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[left]}"),
+        console=console,
+        disable=not console.is_terminal,
+        transient=True,
+    )
+    task = bar.add_task("", total=1.0, left="")
+
+    def tell(progress: StudyProgress) -> None:
+        left = "" if progress.left_s is None else f"about {duration(progress.left_s)} left"
+        bar.update(task, description=escape(progress.message), completed=progress.fraction, left=left)
+        first = progress.stage not in seen
+        seen.append(progress.stage)
+        if not console.is_terminal or (first and progress.stage in ("load", "done")):
+            console.print(escape(progress.message), highlight=False)
+
+    with bar:
+        yield tell
+
+
+def summary_table(analysis: Analysis) -> Table:
+    """The ladder for a terminal: rate, and speed-up over the rung below and over the first."""
+    from perflab.report import units
+    from perflab.report.analysis import quality_words
+
+    def speed_up(found: Comparison | None) -> str:
+        if found is None:
+            return ""
+        colour = {"faster": "green", "slower": "red", "cannot tell": "yellow"}[found.answer]
+        return f"{units.times(found.ratio.value)} [{colour}]{found.answer}[/{colour}]"
+
+    table = Table(title=str(analysis.study.get("name", "")), title_justify="left")
+    table.add_column("variant")
+    for heading in ("tokens/s", "over the one before", "over the first"):
+        table.add_column(heading, justify="right")
+    table.add_column("quality")
+    for summary in analysis.summaries:
+        table.add_row(
+            Text(summary.name),
+            units.number(summary.tokens_per_s.value),
+            speed_up(summary.previous),
+            speed_up(summary.first),
+            Text(quality_words(summary)),
+        )
+    return table
