@@ -37,7 +37,10 @@ class Checkpoint:
         from transformers import AutoTokenizer
 
         try:
-            return AutoTokenizer.from_pretrained(self.name, **self.options), ()
+            tokenizer = AutoTokenizer.from_pretrained(self.name, **self.options)
+            if len(tokenizer) <= len(tokenizer.all_special_ids):  # made up where there are no files
+                raise OSError("no vocabulary")
+            return tokenizer, ()
         except (OSError, ValueError, KeyError, TypeError) as error:
             return None, (f"no tokenizer could be read ({_first_line(error)}): only token ids can be sent",)
         except ImportError as error:
