@@ -69,7 +69,7 @@ def study(
         result = run_study(chosen, folder, progress=tell)
     if not result.runs:
         raise PerflabError(result.message or "the study stopped before a run was finished: nothing to report")
-    report = write_report(folder)
+    report = write_report([folder], folder / "report.html")
     Console().print(summary_table(analyse([folder])))
     for name, why in result.failures.items():
         Console(stderr=True).print(f"[yellow]left out: {escape(name)}: {escape(why)}[/yellow]")
@@ -94,7 +94,7 @@ def report(
     """
     from perflab.report.html import write_report
 
-    typer.echo(f"Report: {write_report(*folders, out=out)}")
+    typer.echo(f"Report: {write_report(folders, out or folders[0] / 'report.html')}")
 
 
 def _chosen(
