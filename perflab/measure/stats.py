@@ -114,6 +114,19 @@ def mean(samples: Sequence[float], confidence: float = 0.95) -> Estimate:
     return Estimate(centre, centre - half, centre + half, n, confidence)
 
 
+def geometric_mean(samples: Sequence[float], confidence: float = 0.95) -> Estimate:
+    """exp of the mean logarithm of values above 0, with Student's t interval of the logarithms."""
+    if any(x <= 0 or not math.isfinite(x) for x in samples):
+        raise ValueError("a geometric mean needs finite values above 0")
+    logs = mean([math.log(x) for x in samples], confidence)
+    raised = [None if x is None else _exp(x) for x in (logs.value, logs.low, logs.high)]
+    return Estimate(raised[0], raised[1], raised[2], logs.n, confidence)
+
+
+def _exp(x: float) -> float:
+    return math.exp(x) if x < 700 else math.inf
+
+
 def share(hits: int, n: int, confidence: float = 0.95) -> Estimate:
     """hits / n with Wilson's score interval (Wilson 1927)."""
     if n == 0:
@@ -162,9 +175,7 @@ def paired_ratio(a: Sequence[float], b: Sequence[float], confidence: float = 0.9
         raise ValueError(f"paired runs differ in number: {len(a)} and {len(b)}")
     if any(x <= 0 or not math.isfinite(x) for x in (*a, *b)):
         raise ValueError("a ratio needs finite values above 0")
-    logs = mean([math.log(y / x) for x, y in zip(a, b, strict=True)], confidence)
-    raised = [None if x is None else math.exp(x) for x in (logs.value, logs.low, logs.high)]
-    return Estimate(raised[0], raised[1], raised[2], logs.n, confidence)
+    return geometric_mean([y / x for x, y in zip(a, b, strict=True)], confidence)
 
 
 def compare(

@@ -5,6 +5,7 @@ Owns which runs are pooled and which comparisons are allowed. Draws and formats 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -124,21 +125,20 @@ def analyse(paths: Sequence[Path], compare_invalid: bool = False) -> Analysis:
     order = {v["name"]: i for i, v in enumerate(study.get("variants", []))}
     names = sorted(groups, key=lambda name: order.get(name, len(order)))
     summaries = [summarise(name, groups[name], found.get(name)) for name in names]
-    for before, summary in zip(summaries, summaries[1:], strict=False):
+    for before, summary in itertools.pairwise(summaries):
         summary.previous, summary.previous_name = compare_runs(before, summary, compare_invalid), before.name
         summary.first = compare_runs(summaries[0], summary, compare_invalid)
     return Analysis(summaries, study, failures)
 
 
 def summarise(name: str, runs: Sequence[Run], found_quality: Mapping[str, Any] | None = None) -> Summary:
-    """Pool a variant's runs. Throughput is the mean over runs, latencies percentiles over requests."""
+    """Pool a variant's runs. Throughput is the geometric mean over runs, as a ratio of two variants is
+    that of their pairs; latencies are percentiles over requests."""
     summary = Summary(name, sorted(runs, key=lambda run: run.round), found_quality)
     used = summary.used
-    summary.tokens_per_s = stats.mean([r for run in used if (r := rate_of(run)) is not None])
+    summary.tokens_per_s = stats.geometric_mean([r for run in used if (r := rate_of(run))])
     rates = [metrics.throughput(run.requests) for run in used]
-    summary.requests_per_s = stats.mean(
-        [r.requests_per_s for r in rates if r and r.requests_per_s is not None]
-    )
+    summary.requests_per_s = stats.geometric_mean([r.requests_per_s for r in rates if r and r.requests_per_s])
     summary.latencies = {
         metric: {q: percentile_of(summary.records, q) for q in QUANTILES}
         for metric, percentile_of in metrics.LATENCIES.items()
@@ -170,7 +170,7 @@ def compare_runs(a: Summary, b: Summary, compare_invalid: bool = False) -> stats
     result = stats.compare([rate_of(x) or 0.0 for x, _ in chosen], [rate_of(y) or 0.0 for _, y in chosen])
     if len(valid) < 2 and len(pairs) > len(valid):
         names = sorted({reason[0] for pair in pairs for run in pair for reason in run.reasons})
-        why = f"only {len(valid)} of {len(pairs)} pairs of runs are valid: {', '.join(names)}"
+        why = f"{len(valid) or 'none'} of {len(pairs)} pairs of runs valid: {', '.join(names)}"
         return stats.Comparison("cannot tell", result.ratio, result.detectable, why)
     return result
 
@@ -219,7 +219,11 @@ def headline(analysis: Analysis) -> Headline:
     reasons = sorted({c.reason for c in answers if c.answer == "cannot tell" and c.reason})
     ratios = [c.ratio.value for c in answers if c.ratio.value is not None and math.isfinite(c.ratio.value)]
     seen = f" The highest ratio seen, unproven, is {max(ratios):.3g}×." if ratios else ""
-    return Headline("Cannot tell", f"{'; '.join(reasons[:2])}.{seen}".strip(), "unsure")
+    spoilt = any(not run.valid for run in analysis.runs)
+    title = "Cannot tell: too few valid runs" if spoilt else "Cannot tell: no variant is proven faster"
+    why = "; ".join(reasons[:2]) or "no two runs could be paired"
+    advice = " Run it again on a quiet machine." if "noisy" in why else ""
+    return Headline(title, f"{why[0].upper()}{why[1:]}.{seen}{advice}", "unsure")
 
 
 def takeaway_steps(analysis: Analysis) -> list[tuple[Summary, stats.Comparison]]:

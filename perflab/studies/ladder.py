@@ -66,11 +66,6 @@ RUNGS: tuple[tuple[str, dict[str, Any], str, float], ...] = (
 WORTH_TRYING = 0.5
 """bf16 is a rung unless its linear layers run at less than this share of fp32's speed."""
 
-WORKLOAD_DESCRIPTION = (
-    "prompts of 64 tokens cut from plain prose, three of four on one of two shared documents of 48 tokens; "
-    "outputs of 8 to 40 tokens, 24 on average; all start at once"
-)
-
 
 def default_workload(requests: int = 12, output_tokens: tuple[int, ...] = (24, 8, 40, 16, 32)) -> Workload:
     """The ladder's own workload: the same tokens for every rung, machine and day."""
@@ -82,7 +77,8 @@ def default_workload(requests: int = 12, output_tokens: tuple[int, ...] = (24, 8
         documents=2,
         unshared_every=4,
         name="ladder",
-        description=WORKLOAD_DESCRIPTION,
+        description="prompts of 64 tokens cut from plain prose, three of four on one of two shared documents "
+        f"of 48 tokens; outputs of {min(output_tokens)} to {max(output_tokens)} tokens; all start at once",
     )
 
 

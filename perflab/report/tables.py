@@ -1,0 +1,289 @@
+"""Tables of a report: rows of text with notes and tones, for HTML and Markdown alike.
+
+Owns columns and wording of cells. Computes nothing that `analysis` has not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from perflab.measure import metrics
+from perflab.measure.stats import Comparison, Estimate, samples_needed
+from perflab.report import units
+from perflab.report.analysis import QUANTILES, Analysis, Summary, rate_of
+
+
+class Cell(NamedTuple):
+    """`text` is the value, `note` what qualifies it (an interval, a reason), `tone` how it reads."""
+
+    text: str
+    note: str = ""
+    tone: str = ""  # good, bad, unsure, muted, flag
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Headers and rows; `numeric` says from which column on cells are numbers."""
+
+    headers: tuple[str, ...]
+    rows: tuple[tuple[Cell, ...], ...]
+    numeric: int = 1
+
+    def markdown(self) -> str:
+        """The same table in Markdown, notes in brackets."""
+        lines = ["| " + " | ".join(self.headers) + " |"]
+        lines.append(
+            "|" + "|".join("---:" if i >= self.numeric else "---" for i in range(len(self.headers))) + "|"
+        )
+        for row in self.rows:
+            cells = (f"{c.text} ({c.note})" if c.note else c.text for c in row)
+            lines.append("| " + " | ".join(text.replace("|", "\\|") for text in cells) + " |")
+        return "\n".join(lines)
+
+
+TONE_OF = {"faster": "good", "slower": "bad", "cannot tell": "unsure"}
+
+
+def verdict(comparison: Comparison | None) -> Cell:
+    """A comparison's answer, with the reason where it cannot tell."""
+    if comparison is None:
+        return Cell("baseline", tone="muted")
+    note = comparison.reason if comparison.answer == "cannot tell" and comparison.detectable is None else ""
+    if "valid" in comparison.reason:
+        note = comparison.reason
+    return Cell(comparison.answer, note, TONE_OF[comparison.answer])
+
+
+def ratio(comparison: Comparison | None) -> Cell:
+    """A ratio with its interval."""
+    if comparison is None or comparison.ratio.value is None:
+        return Cell(units.MISSING, tone="muted")
+    return Cell(units.times(comparison.ratio.value), units.interval(comparison.ratio, units.times))
+
+
+def estimate(value: Estimate, shape: Any = units.number, need: int = 0) -> Cell:
+    """A value with its interval, flagged where the samples do not bound it."""
+    if value.value is None:
+        return Cell(units.MISSING, tone="muted")
+    few = not value.bounded and (not need or value.n < need)
+    note = units.interval(value, shape)
+    if few and not need:
+        note = f"{note}; {value.n} samples".removeprefix("; ")
+    return Cell(shape(value.value), note, "flag" if few else "")
+
+
+def ladder(analysis: Analysis) -> Table:
+    """Rung, throughput, step against the rung below with its verdict, total against the baseline, quality."""
+    rows = []
+    for s in analysis.summaries:
+        rows.append(
+            (
+                Cell(s.name, s.description),
+                estimate(s.tokens_per_s),
+                ratio(s.previous),
+                verdict(s.previous),
+                Cell(units.detectable(s.previous), tone="muted"),
+                ratio(s.first),
+                Cell(units.seconds(s.latencies["TTFT"][0.5].value)),
+                Cell(units.seconds(s.latencies["ITL"][0.99].value)),
+                Cell(units.percent(s.top1), tone="" if s.top1 is not None else "muted"),
+                runs_cell(s),
+            )
+        )
+    headers = (
+        "rung",
+        "output tokens/s",
+        "step",
+        "verdict on the step",
+        "detectable",
+        "total",
+        "TTFT p50",
+        "ITL p99",
+        "top-1",
+        "valid runs",
+    )
+    return Table(headers, tuple(rows))
+
+
+def runs_cell(summary: Summary) -> Cell:
+    valid, whole = sum(run.valid for run in summary.runs), len(summary.runs)
+    return Cell(f"{valid} of {whole}", tone="" if valid == whole else "flag")
+
+
+SHOWN = (("TTFT", 0.5), ("TTFT", 0.9), ("ITL", 0.5), ("ITL", 0.99), ("TPOT", 0.5), ("E2E", 0.5), ("E2E", 0.9))
+"""The percentiles of the short latency table."""
+
+
+def _completed(summary: Summary) -> Cell:
+    count = metrics.counts(summary.records)
+    judged = count.sent - count.cancelled
+    share = count.completed / judged if judged else None
+    cancelled = f"{count.cancelled} cancelled by users" if count.cancelled else ""
+    return Cell(units.percent(share), cancelled, "" if share == 1 else "flag")
+
+
+def latencies(summaries: Sequence[Summary]) -> Table:
+    """The main percentiles with intervals, one line a variant, the success rate on the same line."""
+    rows = tuple(
+        (
+            Cell(s.name),
+            *(estimate(s.latencies[metric][q], units.seconds, samples_needed(q)) for metric, q in SHOWN),
+            _completed(s),
+        )
+        for s in summaries
+    )
+    return Table(("variant", *(f"{metric} p{100 * q:.0f}" for metric, q in SHOWN), "completed"), rows)
+
+
+def all_latencies(summaries: Sequence[Summary]) -> Table:
+    """Every percentile of every latency metric with its interval and number of samples."""
+    rows = []
+    for s in summaries:
+        for metric, found in s.latencies.items():
+            first = metric == next(iter(s.latencies))
+            cells = [estimate(found[q], units.seconds, samples_needed(q)) for q in QUANTILES]
+            rows.append(
+                (
+                    Cell(s.name if first else ""),
+                    Cell(metric),
+                    *cells,
+                    Cell(f"{found[0.5].n:,}"),
+                )
+            )
+    return Table(("variant", "metric", "p50", "p90", "p99", "samples"), tuple(rows), numeric=2)
+
+
+def service(summaries: Sequence[Summary]) -> Table:
+    """Goodput under the study's limits, requests/s, success-only E2E beside the inclusive one."""
+    rows = []
+    for s in summaries:
+        both = [
+            metrics.stats.percentile(metrics.samples(s.records, metrics.e2e_s, success_only=only), 0.9)
+            for only in (False, True)
+        ]
+        good = s.goodput
+        rows.append(
+            (
+                Cell(s.name),
+                estimate(s.requests_per_s),
+                Cell(units.MISSING, tone="muted") if good is None else estimate(good.share, units.percent),
+                Cell(units.number(good.requests_per_s if good else None)),
+                Cell(units.seconds(both[0].value)),
+                Cell(units.seconds(both[1].value)),
+                Cell(units.number(_chunk_tokens(s))),
+                Cell(units.percent(_cached_share(s))),
+            )
+        )
+    headers = (
+        "variant",
+        "requests/s",
+        "met every SLO",
+        "goodput, requests/s",
+        "E2E p90",
+        "E2E p90, successes only",
+        "tokens per chunk",
+        "prompt tokens from cache",
+    )
+    return Table(headers, tuple(rows))
+
+
+def _chunk_tokens(summary: Summary) -> float | None:
+    sizes = [n for r in summary.records for n in metrics.tokens_per_chunk(r)]
+    return sum(sizes) / len(sizes) if sizes else None
+
+
+def _cached_share(summary: Summary) -> float:
+    whole = sum(r.prompt_tokens for r in summary.records)
+    return sum(r.cached_tokens for r in summary.records) / whole if whole else 0.0
+
+
+def time_shares(summaries: Sequence[Summary]) -> Table:
+    """Seconds of an average request by segment, with the residual and E2E."""
+    from perflab.measure import latency
+
+    known = [(s, s.time) for s in summaries if s.time is not None]
+    names = latency.ordered(name for _, time in known for name in time.segments)
+    rows = []
+    for s, time in known:
+        parts = [Cell(units.seconds(time.segments.get(name))) for name in names]
+        left = Cell(
+            units.seconds(time.residual_s),
+            units.percent(time.residual_s / time.e2e_s if time.e2e_s else None),
+        )
+        rows.append((Cell(s.name), *parts, left, Cell(units.seconds(time.e2e_s))))
+    return Table(("variant", *names, "residual", "E2E"), tuple(rows))
+
+
+def qualities(summaries: Sequence[Summary]) -> Table:
+    """Distance from the fp32 reference beside speed."""
+    rows = []
+    for s in summaries:
+        held = s.quality
+        if held is None:
+            rows.append((Cell(s.name), ratio(s.first), *[Cell(units.MISSING, tone="muted")] * 4, Cell("")))
+            continue
+        kl, top1, ppl = (Estimate(**held[key]) for key in ("kl_nats", "top1", "perplexity"))
+        rows.append(
+            (
+                Cell(s.name),
+                ratio(s.first),
+                estimate(kl, lambda v: units.number(v, 2)),
+                estimate(top1, units.percent),
+                Cell(
+                    units.number(ppl.value, 4), f"reference {units.number(held['reference_perplexity'], 4)}"
+                ),
+                estimate(s.greedy, units.percent),
+                Cell(held["key"], tone="muted"),
+            )
+        )
+    headers = (
+        "variant",
+        "total speed-up",
+        "KL, nats",
+        "top-1 agreement",
+        "perplexity",
+        "greedy match",
+        "numerics",
+    )
+    return Table(headers, tuple(rows))
+
+
+def validity(analysis: Analysis) -> Table:
+    """One line per run: rate, what else the machine did, the verdict and its reasons."""
+    rows = []
+    for s in analysis.summaries:
+        for run in s.runs:
+            noise = run.manifest.get("noise", {}).get("others_share")
+            why = "; ".join(f"{name}: {detail}" for name, detail in run.reasons)
+            notes = "; ".join(run.manifest.get("validity", {}).get("notes", []))
+            rows.append(
+                (
+                    Cell(s.name),
+                    Cell(str(run.round + 1)),
+                    Cell(units.number(rate_of(run))),
+                    Cell(units.percent(noise, 0)),
+                    Cell("valid" if run.valid else why, notes, "good" if run.valid else "bad"),
+                )
+            )
+    headers = ("variant", "round", "output tokens/s", "cores taken by others", "verdict")
+    return Table(headers, tuple(rows))
+
+
+def flat(facts: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+    """Nested facts as (name, value) lines; empty values are left out."""
+    lines: list[tuple[str, str]] = []
+    for name, value in facts.items():
+        label = f"{prefix}{name.replace('_', ' ')}"
+        if isinstance(value, Mapping):
+            lines += flat(value, f"{label} · ")
+        elif isinstance(value, list):
+            if value:
+                lines.append((label, ", ".join(str(item) for item in value)))
+        elif isinstance(value, float):
+            lines.append((label, units.number(value) if math.isfinite(value) else str(value)))
+        elif value is not None and value != "":
+            lines.append((label, str(value)))
+    return lines
