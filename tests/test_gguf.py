@@ -175,6 +175,19 @@ def test_llama3_frequency_factors_are_recognised(tmp_path: Path) -> None:
         load(odd)
 
 
+def test_linear_rope_scaling_is_kept(tmp_path: Path) -> None:
+    rope = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+    original = tiny("llama", **SIZES, rope_parameters=rope)
+    scaling = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}
+    loaded = load(write(tmp_path / "m.gguf", original, "llama", meta=scaling), dtype="fp32", device="cpu")
+    assert torch.equal(logits(loaded), logits(original))
+
+
+def test_every_end_token_of_the_file_stops(tmp_path: Path) -> None:
+    ends = {"tokenizer.ggml.eot_token_id": 1, "tokenizer.ggml.eom_token_id": 5}
+    assert load(write(tmp_path / "m.gguf", tiny(**SIZES), "llama", meta=ends)).stop_token_ids == (0, 1, 5)
+
+
 def test_unread_rope_scaling_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "m.gguf", tiny(**SIZES), "llama", meta={"llama.rope.scaling.type": "yarn"})
     with pytest.raises(ModelError, match=r"'yarn'"):

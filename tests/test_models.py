@@ -235,6 +235,18 @@ def test_what_the_engine_cannot_run_is_refused_by_name(
         load(described(tmp_path / "m", **config))
 
 
+def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import AutoModelForCausalLM
+
+    def needs(*args: Any, **kwargs: Any) -> None:
+        raise ImportError("\nLoading this needs optimum (`pip install optimum`)")
+
+    path = saved(tmp_path / "m")
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", needs)
+    with pytest.raises(ModelError, match=r"not installed: .*pip install optimum"):
+        load(path)
+
+
 def test_directories_without_a_model(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(ModelError, match=r"neither config.json nor a GGUF file"):

@@ -59,6 +59,21 @@ def test_any_changed_weight_changes_the_fingerprint() -> None:
     assert fingerprint(model.module, model.config) != model.fingerprint
 
 
+def test_a_fingerprint_knows_bytes_not_memory_layout() -> None:
+    from torch import nn
+
+    from perflab.models.loaded import fingerprint
+
+    config = tiny().config
+    backing = torch.arange(41, dtype=torch.bfloat16)
+    view, copy = nn.Module(), nn.Module()
+    view.register_buffer("x", backing[1:])
+    copy.register_buffer("x", backing[1:].clone())
+    assert fingerprint(view, config) == fingerprint(copy, config)
+    copy.x[39] += 1
+    assert fingerprint(view, config) != fingerprint(copy, config)
+
+
 def test_special_architectures_have_what_they_are_there_for() -> None:
     assert tiny("mistral").config.sliding_window == 8
     assert tiny("gemma2").config.attn_logit_softcapping == 4.0

@@ -1,6 +1,6 @@
 """The GGUF file format: metadata, the table of tensors and what their stored blocks mean.
 
-Does not know what a model is; `checkpoint` makes one of the parts.
+Does not know what a model is; `gguf_model` makes one of the parts.
 """
 
 from __future__ import annotations

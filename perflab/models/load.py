@@ -16,7 +16,7 @@ import torch
 
 from perflab.clock import WallClock
 from perflab.errors import ConfigError, ModelError
-from perflab.models import assets, checkpoint, gguf, hub
+from perflab.models import assets, gguf, gguf_model, hub
 from perflab.models.loaded import LoadedModel, fingerprint, freeze
 from perflab.types import SamplingParams, Span
 
@@ -145,10 +145,10 @@ def _load_gguf(
     own = {"F32": torch.float32, "F16": torch.float16}.get(file.quantization, torch.bfloat16)
     dtype = wanted or choose_dtype(own, device)
     say("Reading the tokenizer")
-    tokenizer, notes = checkpoint.build_tokenizer(file)
+    tokenizer, notes = gguf_model.build_tokenizer(file)
     spans.mark("tokenizer")
     say("Reading the weights")
-    module = checkpoint.build_model(file, dtype).to(device)
+    module = gguf_model.build_model(file, dtype).to(device)
     spans.mark("weights")
     if file.quantization not in ("F32", "F16", "BF16"):
         notes = (f"weights are dequantised from {file.quantization}", *notes)

@@ -61,7 +61,7 @@ def build_model(file: GGUFFile, dtype: torch.dtype) -> torch.nn.Module:
             heads = config.num_attention_heads if "attn_q." in name else config.num_key_value_heads
             tensor = _unpermute(tensor, heads)
         weights[hf_name] = tensor
-    return _plain(config, weights, dtype)
+    return _plain(file, config, weights, dtype)
 
 
 def _hf_name(name: str) -> str | None:
@@ -92,6 +92,12 @@ def _config(file: GGUFFile, architecture: str) -> Any:
         return float(f"{found:.7g}") if isinstance(found, float) else found
 
     heads = value("attention.head_count")
+    head_dim = value("attention.key_length", value("embedding_length") // heads)
+    if (rotary := value("rope.dimension_count", head_dim)) != head_dim:
+        raise ModelError(
+            f"{file.path.name} rotates {rotary} of {head_dim} dimensions, which is not read from GGUF: use "
+            "the checkpoint's Hugging Face directory"
+        )
     kwargs: dict[str, Any] = {
         "vocab_size": shape[0],
         "hidden_size": value("embedding_length"),
@@ -99,7 +105,7 @@ def _config(file: GGUFFile, architecture: str) -> Any:
         "num_hidden_layers": value("block_count"),
         "num_attention_heads": heads,
         "num_key_value_heads": value("attention.head_count_kv", heads),
-        "head_dim": value("attention.key_length", value("embedding_length") // heads),
+        "head_dim": head_dim,
         "max_position_embeddings": value("context_length"),
         "rms_norm_eps": value("attention.layer_norm_rms_epsilon"),
         "rope_parameters": _rope(file, value),
@@ -154,7 +160,9 @@ def _llama3_factors(rope: Mapping[str, Any], half: int) -> torch.Tensor:
     return 1 / (smooth.clamp(0, 1) * (1 - 1 / rope["factor"]) + 1 / rope["factor"])
 
 
-def _plain(config: Any, weights: dict[str, torch.Tensor], dtype: torch.dtype) -> torch.nn.Module:
+def _plain(
+    file: GGUFFile, config: Any, weights: dict[str, torch.Tensor], dtype: torch.dtype
+) -> torch.nn.Module:
     """A model that holds exactly these tensors, without initialising or copying any."""
     from transformers import GenerationConfig
     from transformers.initialization import no_init_weights
@@ -169,8 +177,11 @@ def _plain(config: Any, weights: dict[str, torch.Tensor], dtype: torch.dtype) ->
     tied = set(getattr(model, "all_tied_weights_keys", ()))
     if lost := sorted({*missing} - tied) + sorted(unexpected):
         raise ModelError(f"the GGUF file does not fit {type(model).__name__}: {', '.join(lost[:3])}")
+    ends = [file.metadata.get(f"tokenizer.ggml.{end}_token_id") for end in ("eos", "eot", "eom")]
     model.generation_config = GenerationConfig(
-        bos_token_id=config.bos_token_id, eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id
+        bos_token_id=config.bos_token_id,
+        eos_token_id=sorted({end for end in ends if end is not None}) or None,
+        pad_token_id=config.pad_token_id,
     )
     return model
 
@@ -191,7 +202,7 @@ def _through_transformers(file: GGUFFile, dtype: torch.dtype) -> torch.nn.Module
     config = type(model.config).from_dict(
         {k: v for k, v in model.config.to_dict().items() if k not in ("quantization_config", "_name_or_path")}
     )
-    return _plain(config, dict(model.state_dict()), dtype)
+    return _plain(file, config, dict(model.state_dict()), dtype)
 
 
 def build_tokenizer(file: GGUFFile) -> tuple[Any, tuple[str, ...]]:
