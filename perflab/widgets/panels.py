@@ -1,0 +1,238 @@
+"""Views for notebooks: a slider for a prediction, text as it streams, figures, a verdict.
+
+Owns widgets and nothing else: what they show is computed by `lessons`, `measure` and `report`.
+Every function displays and returns no widget, so that a cell ends without a representation.
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import ipywidgets as widgets
+import plotly.graph_objects as go
+from IPython.display import display
+
+from perflab.clock import NS_PER_S
+from perflab.load.run import RunRecords
+from perflab.measure import metrics
+from perflab.measure.latency import Decomposition
+from perflab.measure.stats import Estimate
+from perflab.report import figures, units
+from perflab.report.analysis import Summary
+from perflab.report.timeline import timeline
+from perflab.studies.store import Run
+from perflab.types import RequestRecord, TokenEvent
+from perflab.widgets import lessons
+from perflab.widgets.lessons import Paired, Prediction
+
+T = TypeVar("T")
+WIDE = widgets.Layout(width="100%", max_width="900px")
+MOST_BARS = 7
+
+
+def _html(text: str) -> widgets.HTML:
+    return widgets.HTML(text, layout=WIDE)
+
+
+def _card(text: str, colour: str = figures.ACCENT) -> str:
+    style = (
+        f"border-left:4px solid {colour};background:#f6f8fb;color:{figures.INK};padding:10px 14px;"
+        "border-radius:4px;line-height:1.5;font-size:14px"
+    )
+    return f"<div style='{style}'>{text}</div>"
+
+
+def show(figure: go.Figure) -> None:
+    """A live figure."""
+    display(go.FigureWidget(figure))
+
+
+class Guess:
+    """A prediction that the reader makes with a slider; `prediction` is what it says now."""
+
+    def __init__(self, question: str, slider: widgets.FloatSlider, unit: str) -> None:
+        self._question, self._slider, self._unit = question, slider, unit
+
+    @property
+    def prediction(self) -> Prediction:
+        return Prediction(self._question, self._slider.value, self._unit)
+
+
+def predict(question: str, low: float, high: float, start: float, step: float = 0.5, unit: str = "") -> Guess:
+    """Ask for a prediction before anything is measured."""
+    slider = widgets.FloatSlider(
+        value=start,
+        min=low,
+        max=high,
+        step=step,
+        readout_format=".1f",
+        layout=widgets.Layout(width="420px"),
+    )
+    row = widgets.HBox([widgets.Label("My prediction:"), slider, widgets.Label(unit)])
+    display(widgets.VBox([_html(_card(f"<b>{html.escape(question)}</b>")), row]))
+    return Guess(question, slider, unit)
+
+
+def verdict(guess: Guess, measured: Estimate) -> None:
+    """What the measurement says of the prediction."""
+    found = lessons.judge(guess.prediction, measured)
+    mark, colour = ("✓", figures.GOOD) if found.agrees else ("✗", figures.BAD)
+    question = html.escape(guess.prediction.question)
+    display(_html(_card(f"{question}<br><b>{mark}</b> {html.escape(found.text)}", colour)))
+
+
+def working(work: Callable[[Callable[[str], None]], T]) -> T:
+    """Run `work` with a line that says what it is doing; the line goes when it is done."""
+    line = _html("")
+    display(line)
+
+    def say(message: str) -> None:
+        line.value = f"<span style='color:{figures.MUTED}'>{html.escape(message)} …</span>"
+
+    try:
+        return work(say)
+    finally:
+        line.close()
+
+
+def stream(events: Iterable[tuple[TokenEvent, RequestRecord]]) -> RequestRecord:
+    """Show an answer as it comes, and its latencies below; returns the request's record."""
+    text, figures_line = _html(""), _html("")
+    display(widgets.VBox([text, figures_line]))
+    shown, record = "", None
+    for event, record in events:
+        shown += event.text
+        text.value = _card(html.escape(shown).replace("\n", "<br>"))
+        gaps = sorted(metrics.itl_s(record))
+        parts = [
+            f"<b>TTFT</b> {units.seconds(metrics.ttft_s(record))}",
+            f"<b>ITL</b> {units.seconds(gaps[len(gaps) // 2]) if gaps else units.MISSING} (median)",
+            f"<b>tokens</b> {record.prompt_tokens} in, {record.output_tokens} out",
+        ]
+        figures_line.value = f"<span style='color:{figures.MUTED}'>{' &nbsp;·&nbsp; '.join(parts)}</span>"
+    if record is None:
+        raise ValueError("the stream held no event")
+    return record
+
+
+def token_times(record: RequestRecord) -> go.Figure:
+    """When each token came: seconds from the intended start, and the gap before it in ms."""
+    times = [(t - record.intended_ns) / NS_PER_S for t in record.token_ns]
+    gaps = [1e3 * (b - a) for a, b in zip([0.0, *times], times, strict=False)]
+    first, later = (figures.SEGMENT_COLOURS[name] for name in lessons.MODEL_SEGMENTS)
+    figure = go.Figure(
+        go.Bar(
+            x=list(range(1, len(gaps) + 1)),
+            y=gaps,
+            marker={"color": [first, *(later for _ in gaps[1:])]},
+            customdata=[
+                ["TTFT" if index == 0 else "ITL", units.seconds(time)] for index, time in enumerate(times)
+            ],
+            hovertemplate="token %{x}: %{customdata[0]} %{y:.3~g} ms<br>after %{customdata[1]}<extra></extra>",
+        )
+    )
+    figures.style(figure, 280, bargap=0.25)
+    figure.update_xaxes(title="token")
+    figure.update_yaxes(title="wait for it, ms", rangemode="tozero")
+    return figure
+
+
+def pair(result: Paired) -> None:
+    """Both configurations: how many tokens/s, and what their requests did over time."""
+    runs = [_as_run(name, run) for name, run in zip(result.names, result.runs, strict=True)]
+    first, second = (Summary(name, [run]) for name, run in zip(result.names, runs, strict=True))
+    for summary, rates in zip((first, second), result.rates, strict=True):
+        summary.tokens_per_s = Estimate(sum(rates) / len(rates), n=len(rates))
+    second.first = second.previous = result.comparison
+    show(figures.ladder([first, second]))
+    show(timeline(runs))
+
+
+def _as_run(name: str, run: RunRecords) -> Run:
+    return Run({"variant": name}, run.requests, run.steps, run.events)
+
+
+def splits(named: dict[str, Decomposition], as_share: bool = False) -> go.Figure:
+    """Where the time goes, one bar per name."""
+    return figures.where_time_goes([_as_summary(name, parts) for name, parts in named.items()], as_share)
+
+
+def _as_summary(name: str, parts: Decomposition) -> Summary:
+    summary = Summary(name, [])
+    summary.time = parts
+    return summary
+
+
+def describe_split(parts: Decomposition) -> str:
+    """One sentence on a split, as HTML."""
+    name, share = lessons.largest(parts)
+    return (
+        f"An average request took <b>{units.seconds(parts.e2e_s)}</b>; most of it, {units.percent(share)}, "
+        f"was <b>{name}</b>. No stamp covers {units.seconds(parts.residual_s)} "
+        f"({units.percent(parts.residual_s / parts.e2e_s, 2)})."
+    )
+
+
+class SplitExplorer:
+    """Two sliders, one bar for each setting tried; a setting that was measured is not run again."""
+
+    def __init__(
+        self,
+        measure: Callable[[int, int], Decomposition],
+        prompt_tokens: tuple[int, ...],
+        requests: tuple[int, ...],
+    ) -> None:
+        self._measure = measure
+        self.results: dict[tuple[int, int], Decomposition] = {}
+        self.prompt = self._slider("prompt tokens", prompt_tokens)
+        self.requests = self._slider("requests at once", requests)
+        self.shares = widgets.Checkbox(value=False, description="as shares", indent=False)
+        self.figure = go.FigureWidget(figures.style(go.Figure(), 260))
+        self.caption = _html("")
+        for control in (self.prompt, self.requests, self.shares):
+            control.observe(self.update, names="value")
+
+    @staticmethod
+    def _slider(name: str, values: tuple[int, ...]) -> Any:
+        return widgets.SelectionSlider(
+            options=values,
+            description=name,
+            continuous_update=False,
+            style={"description_width": "120px"},
+            layout=widgets.Layout(width="420px"),
+        )
+
+    def update(self, change: Any = None) -> None:
+        """Measure what the sliders say, if need be, and draw."""
+        setting = (self.prompt.value, self.requests.value)
+        if setting in self.results:
+            self.results[setting] = self.results.pop(setting)  # the newest bar is the lowest
+        else:
+            self.caption.value = _card("measuring …", figures.MUTED)
+            self.results[setting] = self._measure(*setting)
+        self.caption.value = _card(describe_split(self.results[setting]))
+        self._draw()
+
+    def _draw(self) -> None:
+        newest = list(self.results.items())[-MOST_BARS:]
+        names = {f"{tokens} tokens × {count}": parts for (tokens, count), parts in newest}
+        drawn = splits(names, self.shares.value)
+        with self.figure.batch_update():
+            self.figure.data = []
+            self.figure.add_traces(drawn.data)
+            self.figure.layout = drawn.layout
+
+
+def explore_split(
+    measure: Callable[[int, int], Decomposition],
+    prompt_tokens: tuple[int, ...] = (16, 64, 128, 256),
+    requests: tuple[int, ...] = (1, 2, 4, 8),
+) -> SplitExplorer:
+    """Sliders over prompt length and batch; `measure(prompt_tokens, requests)` runs the engine."""
+    panel = SplitExplorer(measure, prompt_tokens, requests)
+    controls = widgets.HBox([widgets.VBox([panel.prompt, panel.requests]), panel.shares])
+    display(widgets.VBox([controls, panel.caption, panel.figure]))
+    panel.update()
+    return panel

@@ -1,0 +1,150 @@
+"""Notebooks as files, and the logic behind their widgets on a tiny model (nbval runs the cells)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from perflab.config import EngineConfig
+from perflab.load.workloads import synthetic
+from perflab.measure.latency import Decomposition
+from perflab.measure.stats import Estimate
+from perflab.models.tiny import tiny
+from perflab.types import SamplingParams
+from perflab.widgets import lessons, panels
+
+NOTEBOOKS = sorted((Path(__file__).resolve().parent.parent / "notebooks").glob("*.ipynb"))
+
+
+@pytest.fixture(scope="module")
+def bench() -> lessons.Bench:
+    return lessons.Bench(tiny("llama"))
+
+
+def test_there_are_notebooks() -> None:
+    assert {path.name for path in NOTEBOOKS} >= {"00_quickstart.ipynb", "01_where_the_time_goes.ipynb"}
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebook_is_clean(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    book = json.loads(text)
+    assert book["metadata"]["kernelspec"]["name"] == "python3"
+    assert "widgets" not in book["metadata"]
+    assert len(text) < 100_000
+    for cell in book["cells"]:
+        if cell["cell_type"] == "code":
+            source = "".join(cell["source"])
+            assert cell["execution_count"] is None
+            # outputs are kept only where nbval compares them
+            assert bool(cell["outputs"]) == ("NBVAL_CHECK_OUTPUT" in source), source
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebook_is_a_lesson(path: Path) -> None:
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    prose = "\n".join("".join(c["source"]) for c in cells if c["cell_type"] == "markdown")
+    code = ["".join(c["source"]) for c in cells if c["cell_type"] == "code"]
+    assert prose.startswith("# ")
+    for part in ("prediction", "## The experiment", "## Verdict", "## Exercise"):
+        assert part in prose
+    assert [c for c in cells if "parameters" in c["metadata"].get("tags", [])], "no cell tagged parameters"
+    assert not any("def " in source or "class " in source for source in code), "logic belongs in the package"
+
+
+GUESS = lessons.Prediction("How many times?", 3.0, "×")
+
+
+@pytest.mark.parametrize(
+    ("measured", "agrees", "words"),
+    [
+        (Estimate(3.2, 2.9, 3.5, 3), True, "holds"),
+        (Estimate(3.2, None, None, 1), True, "without an interval"),
+        (Estimate(5.0, 4.0, 6.0, 3), False, "too low"),
+        (Estimate(5.0, 2.0, 8.0, 3), True, "holds"),
+        (Estimate(1.5, 1.4, 1.6, 3), False, "too high"),
+        (Estimate(None), False, "Nothing was measured"),
+    ],
+)
+def test_judging_a_prediction(measured: Estimate, agrees: bool, words: str) -> None:
+    verdict = lessons.judge(GUESS, measured)
+    assert verdict.agrees == agrees
+    assert words in verdict.text
+
+
+def test_paired_runs_do_the_same_work_in_turn(bench: lessons.Bench) -> None:
+    said: list[str] = []
+    variants = {"alone": EngineConfig(max_num_seqs=1), "together": EngineConfig(max_num_seqs=4)}
+    result = bench.paired(variants, synthetic(4, 8, (3, 5)), rounds=2, progress=said.append)
+    turns = [line.split(": ")[1] for line in said if line.startswith("round")]
+    assert turns == ["alone", "together", "together", "alone"]
+    assert result.comparison.ratio.n == 2
+    assert [len(rates) for rates in result.rates] == [2, 2]
+    outputs = [[r.output_tokens for r in run.requests] for run in result.runs]
+    assert outputs == [[3, 5, 3, 5]] * 2
+    assert max(step.rows for step in result.runs[0].steps) == 1
+    assert max(step.rows for step in result.runs[1].steps) == 4
+    assert result.runs[0].outputs == result.runs[1].outputs
+
+
+def test_a_pair_is_two(bench: lessons.Bench) -> None:
+    with pytest.raises(ValueError, match="a pair needs two"):
+        bench.paired({"alone": EngineConfig()}, synthetic(2, 8, (2,)))
+
+
+def test_split_has_the_queue_only_where_seats_are_short(bench: lessons.Bench) -> None:
+    seats = EngineConfig(max_num_seqs=2, prefix_cache=False)
+    few, many = (bench.split(16, count, 4, seats) for count in (2, 6))
+    assert {"prefill forward", "decode forward"} <= set(few.segments)
+    assert many.segments["queue"] > few.segments.get("queue", 0.0)
+    assert 0 <= lessons.outside_model(few) <= 1
+
+
+def test_outside_model_leaves_waiting_aside() -> None:
+    parts = Decomposition(
+        "x", 10.0, {"queue": 5.0, "prefill forward": 2.0, "decode forward": 2.0, "sample": 1.0}
+    )
+    assert lessons.outside_model(parts) == pytest.approx(0.2)
+    assert lessons.largest(parts) == ("queue", 0.5)
+
+
+def test_stream_panel_shows_the_whole_text(bench: lessons.Bench, capsys: pytest.CaptureFixture[str]) -> None:
+    events = list(bench.stream("hello", SamplingParams(max_tokens=6, ignore_eos=True)))
+    record = panels.stream(iter(events))
+    assert record.output_tokens == 6
+    figure = panels.token_times(record)
+    assert len(figure.data[0].y) == 6
+    assert sum(figure.data[0].y) == pytest.approx((record.last_token_ns - record.intended_ns) / 1e6)
+
+
+def test_explorer_measures_each_setting_once() -> None:
+    asked: list[tuple[int, int]] = []
+
+    def measure(tokens: int, requests: int) -> Decomposition:
+        asked.append((tokens, requests))
+        return Decomposition("x", tokens * 1e-3, {"prefill forward": tokens * 0.9e-3})
+
+    explorer = panels.explore_split(measure, (16, 64), (1, 2))
+    explorer.prompt.value = 64
+    explorer.requests.value = 2
+    explorer.prompt.value = 16
+    explorer.requests.value = 1
+    assert asked == [(16, 1), (64, 1), (64, 2), (16, 2)]
+    bars = explorer.figure.data[0].y
+    assert list(bars) == ["64 tokens × 1", "64 tokens × 2", "16 tokens × 2", "16 tokens × 1"]
+    explorer.shares.value = True
+    assert explorer.figure.data[0].x[0] == pytest.approx(90)
+    assert len(asked) == 4
+
+
+def test_verdict_panel_reads_the_slider_when_it_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[object] = []
+    monkeypatch.setattr(panels, "display", shown.append)
+    guess = panels.predict("How many <times>?", 1, 10, 2, unit="×")
+    guess._slider.value = 4.0
+    panels.verdict(guess, Estimate(4.1, 3.9, 4.3, 3))
+    text = shown[-1].value  # type: ignore[attr-defined]
+    assert "Your prediction of 4× holds" in text
+    assert "&lt;times&gt;" in text
