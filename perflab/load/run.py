@@ -12,15 +12,17 @@ from copy import copy
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from perflab.clock import Clock, WallClock, seconds_to_ns
+from perflab.clock import Clock, seconds_to_ns
 from perflab.errors import Rejected
 from perflab.load.workloads import PromptEncoder, TimedRequest, Workload
 from perflab.types import EventRecord, Request, RequestRecord, Span, StepRecord, TokenEvent
 
 
 class Target(Protocol):
-    """What a load needs of an engine."""
+    """What a load needs of an engine. All times are of its clock."""
 
+    @property
+    def clock(self) -> Clock: ...
     @property
     def records(self) -> list[RequestRecord]: ...
     @property
@@ -57,16 +59,15 @@ def run_load(
     workload: Workload,
     encoder: PromptEncoder,
     on_progress: OnProgress | None = None,
-    clock: Clock | None = None,
 ) -> RunRecords:
     """Send every request at its intended time and step the engine until all have ended.
 
     A request that could not be sent on time (the engine was in a step) is sent late, its latencies
     still count from the intended start, and the wait is its `client_queue` span. Text prompts are
     tokenised on the way, in a `tokenise` span. Ctrl-C ends the run with what was measured so far;
-    what was running then has no outcome. `clock` must be the engine's own.
+    what was running then has no outcome.
     """
-    clock = clock or WallClock()
+    clock = engine.clock
     seen = len(engine.records), len(engine.steps), len(engine.events)
     waiting = deque(workload.requests)
     outputs: dict[str, list[int]] = {}

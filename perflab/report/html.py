@@ -153,6 +153,7 @@ def sections(analysis: Analysis) -> list[Section]:
             takeaways.validity(analysis),
             more=(("Runs", tables.validity(analysis)),),
             unfolded=True,
+            note="; ".join(note[0].upper() + note[1:] for note in tables.common_notes(analysis)),
         ),
     ]
 

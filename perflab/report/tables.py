@@ -14,6 +14,7 @@ from perflab.measure import metrics
 from perflab.measure.stats import Comparison, Estimate, samples_needed
 from perflab.report import units
 from perflab.report.analysis import QUANTILES, Analysis, Summary, rate_of
+from perflab.studies.store import Run
 
 
 class Cell(NamedTuple):
@@ -26,17 +27,17 @@ class Cell(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Headers and rows; `numeric` says from which column on cells are numbers."""
+    """Headers and rows; columns of numbers are aligned right, those in `words` left."""
 
     headers: tuple[str, ...]
     rows: tuple[tuple[Cell, ...], ...]
-    numeric: int = 1
+    words: tuple[int, ...] = (0,)
 
     def markdown(self) -> str:
         """The same table in Markdown, notes in brackets."""
         lines = ["| " + " | ".join(self.headers) + " |"]
         lines.append(
-            "|" + "|".join("---:" if i >= self.numeric else "---" for i in range(len(self.headers))) + "|"
+            "|" + "|".join("---" if i in self.words else "---:" for i in range(len(self.headers))) + "|"
         )
         for row in self.rows:
             cells = (f"{c.text} ({c.note})" if c.note else c.text for c in row)
@@ -61,7 +62,11 @@ def ratio(comparison: Comparison | None) -> Cell:
     """A ratio with its interval."""
     if comparison is None or comparison.ratio.value is None:
         return Cell(units.MISSING, tone="muted")
-    return Cell(units.times(comparison.ratio.value), units.interval(comparison.ratio, units.times))
+    return Cell(units.times(comparison.ratio.value), units.interval(comparison.ratio, _bounded_times))
+
+
+def _bounded_times(value: float) -> str:
+    return "below 0.01×" if value < 0.01 else "above 100×" if value > 100 else units.times(value)
 
 
 def estimate(value: Estimate, shape: Any = units.number, need: int = 0) -> Cell:
@@ -105,7 +110,7 @@ def ladder(analysis: Analysis) -> Table:
         "top-1",
         "valid runs",
     )
-    return Table(headers, tuple(rows))
+    return Table(headers, tuple(rows), words=(0, 3))
 
 
 def runs_cell(summary: Summary) -> Cell:
@@ -153,7 +158,7 @@ def all_latencies(summaries: Sequence[Summary]) -> Table:
                     Cell(f"{found[0.5].n:,}"),
                 )
             )
-    return Table(("variant", "metric", "p50", "p90", "p99", "samples"), tuple(rows), numeric=2)
+    return Table(("variant", "metric", "p50", "p90", "p99", "samples"), tuple(rows), words=(0, 1))
 
 
 def service(summaries: Sequence[Summary]) -> Table:
@@ -248,28 +253,41 @@ def qualities(summaries: Sequence[Summary]) -> Table:
         "greedy match",
         "numerics",
     )
-    return Table(headers, tuple(rows))
+    return Table(headers, tuple(rows), words=(0, 6))
 
 
 def validity(analysis: Analysis) -> Table:
     """One line per run: rate, what else the machine did, the verdict and its reasons."""
     rows = []
+    common = set(common_notes(analysis))
     for s in analysis.summaries:
         for run in s.runs:
             noise = run.manifest.get("noise", {}).get("others_share")
             why = "; ".join(f"{name}: {detail}" for name, detail in run.reasons)
-            notes = "; ".join(run.manifest.get("validity", {}).get("notes", []))
+            own = [note for note in notes_of(run) if note not in common]
             rows.append(
                 (
                     Cell(s.name),
                     Cell(str(run.round + 1)),
                     Cell(units.number(rate_of(run))),
                     Cell(units.percent(noise, 0)),
-                    Cell("valid" if run.valid else why, notes, "good" if run.valid else "bad"),
+                    Cell("valid" if run.valid else why, "; ".join(own), "good" if run.valid else "bad"),
                 )
             )
     headers = ("variant", "round", "output tokens/s", "cores taken by others", "verdict")
-    return Table(headers, tuple(rows))
+    return Table(headers, tuple(rows), words=(0, 4))
+
+
+def notes_of(run: Run) -> list[str]:
+    """What is worth knowing of a run without making it invalid."""
+    return list(run.manifest.get("validity", {}).get("notes", []))
+
+
+def common_notes(analysis: Analysis) -> list[str]:
+    """The notes that every run has; said once instead of on every line."""
+    return [
+        note for note in notes_of(analysis.runs[0]) if all(note in notes_of(run) for run in analysis.runs)
+    ]
 
 
 def flat(facts: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
