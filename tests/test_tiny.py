@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -9,6 +11,15 @@ from perflab.errors import ModelError
 from perflab.models.tiny import ARCHITECTURES, ByteTokenizer, tiny
 
 PROMPTS = ("Hello there!", "A quick fox.", "Once upon a ")
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Matrices this small gain nothing from a second thread, and lose much on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

@@ -33,6 +33,16 @@ class Checkpoint:
     def dtype(self) -> torch.dtype | None:
         return getattr(self.config, "dtype", None)
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        quantization = getattr(self.config, "quantization_config", None)
+        if quantization is None:
+            return ()
+        method = (
+            quantization.get("quant_method") if isinstance(quantization, dict) else quantization.quant_method
+        )
+        return (f"weights are quantized by {getattr(method, 'value', method)}",)
+
     def tokenizer(self) -> tuple[Any, tuple[str, ...]]:
         from transformers import AutoTokenizer
 
@@ -42,7 +52,9 @@ class Checkpoint:
                 raise OSError("no vocabulary")
             return tokenizer, ()
         except (OSError, ValueError, KeyError, TypeError) as error:
-            return None, (f"no tokenizer could be read ({_first_line(error)}): only token ids can be sent",)
+            return None, (
+                f"no tokenizer could be read ({_first_line(error).rstrip(':')}): only token ids can be sent",
+            )
         except ImportError as error:
             raise _missing_package(self.name, error) from error
 

@@ -192,7 +192,7 @@ def _load_hub(
     module = source.model(dtype, device)
     spans.mark("weights")
     display = Path(name).name if Path(name).is_dir() else name
-    return _assemble(display, module, tokenizer, notes, spans)
+    return _assemble(display, module, tokenizer, (*source.notes, *notes), spans)
 
 
 def _assemble(
