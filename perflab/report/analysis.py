@@ -14,6 +14,7 @@ from typing import Any
 
 from perflab.measure import latency, metrics, stats
 from perflab.measure.metrics import SLO
+from perflab.report import units
 from perflab.studies import quality, store
 from perflab.studies.store import Run
 from perflab.types import RequestRecord
@@ -183,7 +184,7 @@ def quality_words(summary: Summary) -> str:
     if kl <= SAME_KL and top1 >= 0.999:
         return "same quality"
     kind = "nearly the same quality" if kl <= CLOSE_KL else "different quality"
-    return f"{kind} (top-1 agreement {top1:.1%}, KL {kl:.2g} nats)"
+    return f"{kind} (top-1 agreement {units.percent(top1)}, KL {units.number(kl, 2)} nats)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,16 +201,16 @@ def headline(analysis: Analysis) -> Headline:
     best, base = analysis.best, analysis.baseline
     if len(analysis.summaries) == 1:
         rate = base.tokens_per_s.value
-        title = "Nothing was measured" if rate is None else f"{rate:.3g} output tokens/s"
+        title = "Nothing was measured" if rate is None else f"{units.number(rate)} output tokens/s"
         return Headline(
             title, f"One configuration, {base.name}; there is nothing to compare it with.", "unsure"
         )
     if best is not base and best.first is not None and best.first.ratio.value is not None:
         ratio = best.first.ratio
         tone = "good" if (best.kl_nats or 0.0) <= CLOSE_KL else "unsure"
-        title = f"{ratio.value:.3g}× the output tokens/s of the baseline, {quality_words(best)}"
+        title = f"{units.times(ratio.value)} the output tokens/s of the baseline, {quality_words(best)}"
         detail = (
-            f"“{best.name}” against “{base.name}”, 95 % interval {ratio.low:.3g}× to {ratio.high:.3g}× "
+            f"“{best.name}” against “{base.name}”, 95 % interval {units.interval(ratio, units.times)} "
             f"from {ratio.n} paired rounds."
         )
         return Headline(title, detail, tone)
@@ -218,7 +219,7 @@ def headline(analysis: Analysis) -> Headline:
         return Headline("Every variant is slower than the baseline", f"The baseline is “{base.name}”.", "bad")
     reasons = sorted({c.reason for c in answers if c.answer == "cannot tell" and c.reason})
     ratios = [c.ratio.value for c in answers if c.ratio.value is not None and math.isfinite(c.ratio.value)]
-    seen = f" The highest ratio seen, unproven, is {max(ratios):.3g}×." if ratios else ""
+    seen = f" The highest ratio seen, unproven, is {units.times(max(ratios))}." if ratios else ""
     spoilt = any(not run.valid for run in analysis.runs)
     title = "Cannot tell: too few valid runs" if spoilt else "Cannot tell: no variant is proven faster"
     why = "; ".join(reasons[:2]) or "no two runs could be paired"

@@ -91,6 +91,7 @@ class Session:
     def run(self) -> bool:
         """Everything that is left to do; True where Ctrl-C cut a run short."""
         budget = self.study.time_budget_s
+        gc.freeze()  # what is imported by now need not be looked at again before each run
         self.say("load", f"This study takes about {duration(budget)} at most; loading {self.study.model}.")
         first = self.study.variants[0]
         encoder = _encoder(self.model(first.dtype))
@@ -177,7 +178,7 @@ class Session:
         if dtype is None:
             return
         self.say("reference", "Reference outputs in full precision")
-        variant = Variant("reference", quality.REFERENCE, dtype)
+        variant = Variant("reference", {**self.study.variants[0].config, **quality.REFERENCE}, dtype)
         encoder = _encoder(self.model(dtype))
         with self.engine(variant) as engine:
             records = run_load(engine, workload, encoder)
@@ -243,7 +244,7 @@ class Session:
             if run_load(engine, Workload("warm-up", WARM_UP), encoder).interrupted:
                 return False
             warmed = time.perf_counter()
-            gc.collect()
+            gc.collect()  # so that no collection of older garbage falls into the run
             sampler = NoiseSampler().start()
             records = run_load(engine, workload, encoder)
             noise = sampler.stop()

@@ -5,6 +5,7 @@ Owns the result. The order of things inside a study is the session's.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -71,6 +72,8 @@ def run_study(
         interrupted = session.run()
     except KeyboardInterrupt:
         interrupted = True
+    finally:
+        gc.unfreeze()
     result = load_result(session.out_dir)
     result.interrupted = interrupted
     if interrupted:
