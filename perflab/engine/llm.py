@@ -89,14 +89,11 @@ class LLM:
         fails has `error` set and leaves the others alone. Raises Rejected for one that can't run.
         Interrupted, it cancels what is left.
         """
-        prompts = [prompts] if isinstance(prompts, str) else list(prompts)  # type: ignore[list-item]
-        each = (
-            [params] * len(prompts) if params is None or isinstance(params, SamplingParams) else list(params)
-        )
-        if len(each) != len(prompts):
-            raise ValueError(
-                f"{len(prompts)} prompts but {len(each)} sampling parameters: give one, or one each"
-            )
+        asked: list[Prompt] = [prompts] if isinstance(prompts, str) else list(prompts)
+        same = params is None or isinstance(params, SamplingParams)
+        each: list[Any] = [params] * len(asked) if same else list(params)  # type: ignore[arg-type]
+        if len(each) != len(asked):
+            raise ValueError(f"{len(asked)} prompts, {len(each)} sampling parameters: give one, or one each")
         done: dict[str, Completion] = {}
         try:
             for prompt, own in zip(asked, each, strict=True):
