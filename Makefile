@@ -35,7 +35,7 @@ study-quick: model ## the same in about two minutes
 	$(BIN)/perflab study --quick $(ARGS)
 
 lab: model ## open JupyterLab on the notebooks
-	$(BIN)/jupyter lab --notebook-dir notebooks $(ARGS)
+	$(BIN)/jupyter lab --notebook-dir notebooks --LabApp.news_url=None $(ARGS)
 
 test: install ## the tests, with the first two notebooks
 	$(BIN)/python -m pytest $(NBVAL) tests notebooks/00_quickstart.ipynb notebooks/01_where_the_time_goes.ipynb $(ARGS)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -71,6 +74,8 @@ def test_version(run: Run) -> None:
         ("generate", "  "),
         ("generate", "hello", "--max-tokens", "many"),
         ("study", "--nonsense"),
+        ("study", "--quick", "--file", "mine.yaml"),
+        ("report",),
     ],
 )
 def test_wrong_usage_ends_with_2(run: Run, args: tuple[str, ...]) -> None:
@@ -111,3 +116,128 @@ def test_interruption_ends_with_130(run: Run, monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr("perflab.models.load.load", interrupted)
     assert run("generate", "hello")[0] == 130
+
+
+STUDY = """
+name: small
+model: {model}
+workload: {{kind: synthetic, requests: 5, input_tokens: 8, output_tokens: [3]}}
+variants:
+  - {{name: alone, config: {{max_num_seqs: 1}}}}
+  - {{name: together, config: {{max_num_seqs: 4}}}}
+repeats: 2
+min_repeats: 2
+quality_texts: 1
+time_budget_s: 20
+"""
+
+
+@pytest.fixture
+def small_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A study file whose model is a random one; results go to a folder beside it."""
+    from perflab.models.tiny import tiny
+    from perflab.studies import study
+
+    def load(name: str, dtype: str, device: str) -> Any:
+        return tiny("llama")
+
+    monkeypatch.setattr(study, "run_study", functools.partial(study.run_study, load_model=load))
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "study.yaml"
+    path.write_text(STUDY.format(model="tiny"), encoding="utf-8")
+    return path
+
+
+def test_a_study_ends_in_a_report_and_is_found_again(run: Run, small_study: Path) -> None:
+    code, out, err = run("study", "--file", str(small_study))
+    report = small_study.parent / "runs" / "small-tiny" / "report.html"
+    assert code == 0, err
+    assert err.startswith("This study takes about 20 s")
+    assert "alone" in out
+    assert "together" in out
+    assert out.strip().splitlines()[-1] == "Report: runs/small-tiny/report.html"
+    assert report.exists()
+
+    runs = {path: path.stat().st_mtime_ns for path in report.parent.glob("runs/*/manifest.json")}
+    assert len(runs) == 4
+    code, _, err = run("study", "--file", str(small_study))
+    assert code == 0
+    assert "round" not in err, "a finished study was measured again"
+    assert {path: path.stat().st_mtime_ns for path in report.parent.glob("runs/*/manifest.json")} == runs
+
+    report.unlink()
+    code, out, _ = run("report", str(report.parent))
+    assert code == 0
+    assert report.exists()
+
+
+def test_fresh_begins_anew_but_deletes_nothing_but_studies(
+    run: Run, small_study: Path, tmp_path: Path
+) -> None:
+    other = tmp_path / "photos"
+    other.mkdir()
+    (other / "cat.txt").write_text("meow", encoding="utf-8")
+    code, _, err = run("study", "--file", str(small_study), "--fresh", "--out", str(other))
+    assert code == 1
+    assert "holds no study" in err
+    assert (other / "cat.txt").exists()
+
+    out = tmp_path / "out"
+    assert run("study", "--file", str(small_study), "--out", str(out))[0] == 0
+    changed = small_study.read_text(encoding="utf-8").replace("requests: 5", "requests: 6")
+    small_study.write_text(changed, encoding="utf-8")
+    code, _, err = run("study", "--file", str(small_study), "--out", str(out))
+    assert code == 1
+    assert "another study" in err
+    assert run("study", "--file", str(small_study), "--out", str(out), "--fresh")[0] == 0
+
+
+def test_an_interrupted_study_ends_with_130_and_reports_what_it_has(
+    run: Run, small_study: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from perflab.studies.session import Session
+
+    measure, calls = Session.measure, []
+
+    def interrupted_at_the_third(self: Session, *args: Any) -> bool:
+        calls.append(args)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return measure(self, *args)
+
+    monkeypatch.setattr(Session, "measure", interrupted_at_the_third)
+    code, out, err = run("study", "--file", str(small_study))
+    assert code == 130
+    assert "go on from there" in err
+    assert "Report: runs/small-tiny/report.html" in out
+    code, _, err = run("study", "--file", str(small_study))
+    assert code == 0
+    assert len(calls) == 5  # two done, one interrupted, the two that were left
+
+
+def test_a_report_of_nothing_says_so(run: Run, tmp_path: Path) -> None:
+    code, out, err = run("report", str(tmp_path))
+    assert code == 1
+    assert out == ""
+    assert str(tmp_path) in err.replace("\n", "")
+
+
+def test_generate_streams_to_stdout_and_remarks_to_stderr(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    from perflab.models.tiny import tiny
+
+    monkeypatch.setattr("perflab.models.load.load", lambda name, **options: tiny("llama"))
+    code, out, err = run("generate", "hello", "--raw", "--max-tokens", "5")
+    assert code == 0
+    assert out.endswith("\n")
+    assert "5 tokens in, 5 out (length)" in err
+    again = run("generate", "hello", "--raw", "--max-tokens", "5")[1]
+    assert again == out
+
+
+def test_doctor_prints_words_or_json(run: Run) -> None:
+    code, out, _ = run("doctor", "--quick")
+    assert code == 0
+    assert "The engine will use" in out
+    code, out, _ = run("doctor", "--quick", "--json")
+    assert code == 0
+    assert json.loads(out)["engine"]["threads"] >= 1

@@ -85,7 +85,7 @@ def report(
         list[Path], typer.Argument(help="Studies or single runs, as `perflab study` left them.")
     ],
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="The file; default: report.html beside them.")
+        Path | None, typer.Option("--out", "-o", help="The file; default: report.html in the first.")
     ] = None,
 ) -> None:
     """Render the report of studies or runs again, without running anything.
@@ -169,9 +169,8 @@ def _told() -> Iterator[Callable[[StudyProgress], None]]:
 
 
 def summary_table(analysis: Analysis) -> Table:
-    """The ladder for a terminal: rate, and speed-up over the rung below and over the first."""
+    """The ladder for a terminal: rate, speed-up over the variant before (step) and over the first (total)."""
     from perflab.report import units
-    from perflab.report.analysis import quality_words
 
     def speed_up(found: Comparison | None) -> str:
         if found is None:
@@ -181,15 +180,15 @@ def summary_table(analysis: Analysis) -> Table:
 
     table = Table(title=str(analysis.study.get("name", "")), title_justify="left")
     table.add_column("variant")
-    for heading in ("tokens/s", "over the one before", "over the first"):
+    for heading in ("tokens/s", "step", "total"):
         table.add_column(heading, justify="right")
-    table.add_column("quality")
+    table.add_column("top-1 agreement", justify="right")
     for summary in analysis.summaries:
         table.add_row(
             Text(summary.name),
             units.number(summary.tokens_per_s.value),
             speed_up(summary.previous),
             speed_up(summary.first),
-            Text(quality_words(summary)),
+            units.percent(summary.top1),
         )
     return table

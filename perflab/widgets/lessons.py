@@ -144,7 +144,7 @@ class Bench:
         """
         load = synthetic(requests, prompt_tokens, (output_tokens,), name="split")
         with closing(self._make(self.model, config or EngineConfig(prefix_cache=False))) as engine:
-            run_load(engine, load.first(1, max_tokens=1), self._encoder)
+            run_load(engine, load.first(1, max_tokens=2), self._encoder)
             done = run_load(engine, load, self._encoder)
         found = latency.average(done.requests, done.steps)
         assert found is not None, "every request of a synthetic load completes"

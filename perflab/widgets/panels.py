@@ -28,7 +28,8 @@ from perflab.widgets import lessons
 from perflab.widgets.lessons import Paired, Prediction
 
 T = TypeVar("T")
-WIDE = widgets.Layout(width="100%", max_width="900px")
+WIDTH = 800
+WIDE = widgets.Layout(width="100%", max_width=f"{WIDTH}px")
 MOST_BARS = 7
 
 
@@ -45,8 +46,8 @@ def _card(text: str, colour: str = figures.ACCENT) -> str:
 
 
 def show(figure: go.Figure) -> None:
-    """A live figure."""
-    display(go.FigureWidget(figure))
+    """A live figure, as wide as the text."""
+    display(go.FigureWidget(figure).update_layout(width=WIDTH))
 
 
 class Guess:
@@ -130,12 +131,12 @@ def token_times(record: RequestRecord) -> go.Figure:
             customdata=[
                 ["TTFT" if index == 0 else "ITL", units.seconds(time)] for index, time in enumerate(times)
             ],
-            hovertemplate="token %{x}: %{customdata[0]} %{y:.3~g} ms<br>after %{customdata[1]}<extra></extra>",
+            hovertemplate="token %{x}: %{customdata[0]} %{y:.3~g} ms<br>at %{customdata[1]}<extra></extra>",
         )
     )
     figures.style(figure, 280, bargap=0.25)
-    figure.update_xaxes(title="token")
-    figure.update_yaxes(title="wait for it, ms", rangemode="tozero")
+    figure.update_xaxes(title_text="token")
+    figure.update_yaxes(title_text="wait for it, ms", rangemode="tozero")
     return figure
 
 
@@ -146,8 +147,14 @@ def pair(result: Paired) -> None:
     for summary, rates in zip((first, second), result.rates, strict=True):
         summary.tokens_per_s = Estimate(sum(rates) / len(rates), n=len(rates))
     second.first = second.previous = result.comparison
-    show(figures.ladder([first, second]))
-    show(timeline(runs))
+    show(figures.ladder([first, second]).update_layout(showlegend=False))
+    over_time = timeline(runs)
+    used = max(step.kv_blocks_used for run in runs for step in run.steps)
+    over_time.update_yaxes(range=[0, 1.3 * used], row=3, col=1)  # the pool is far larger than one lesson
+    over_time.update_layout(
+        height=680, legend={"y": -0.1, "yanchor": "top"}, margin={"t": 60, "b": 110}, updatemenus=[{"y": 1.1}]
+    )
+    show(over_time)
 
 
 def _as_run(name: str, run: RunRecords) -> Run:
@@ -223,6 +230,7 @@ class SplitExplorer:
             self.figure.data = []
             self.figure.add_traces(drawn.data)
             self.figure.layout = drawn.layout
+            self.figure.layout.width = WIDTH
 
 
 def explore_split(
