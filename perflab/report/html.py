@@ -81,7 +81,7 @@ def render(analysis: Analysis) -> str:
         glossary=GLOSSARY,
         css=resources.files("perflab.report").joinpath("templates/report.css").read_text(encoding="utf-8"),
         plotly_js=get_plotlyjs(),
-        figures_json=json.dumps(drawn, allow_nan=False).replace("</", "<\\/"),
+        figures_json=json.dumps(drawn, allow_nan=False).replace("<", "\\u003c"),
     )
 
 
