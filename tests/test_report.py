@@ -13,7 +13,7 @@ from test_study import QuietSampler, run, study
 
 from perflab.errors import StoreError
 from perflab.measure.stats import Comparison, Estimate
-from perflab.report import figures, html, tables, takeaways, units
+from perflab.report import figures, html, look, tables, takeaways, units
 from perflab.report.analysis import analyse, compare_runs, headline, summarise
 from perflab.report.timeline import timeline
 from perflab.studies import session, store
@@ -133,7 +133,7 @@ def test_the_ladder_figure_shows_the_ratios_and_the_answers(study_dir):
     bars = strict(figures.ladder(analyse([study_dir]).summaries))["data"][0]
     assert bars["y"] == ["without", "with", "other attention"]
     assert bars["x"] == pytest.approx([1.0, 3.0, 3.0], rel=0.01)
-    assert bars["marker"]["color"] == [figures.ACCENT, figures.GOOD, figures.UNSURE]
+    assert bars["marker"]["color"] == [look.ACCENT, look.GOOD, look.UNSURE]
 
 
 def test_stacked_segments_and_residual_add_up_to_e2e(study_dir):

@@ -1,6 +1,6 @@
 """Figures of a report: pure functions from summaries and runs to plotly figures.
 
-Owns colours, axes and marks. Missing and infinite values become None, so that any viewer can read
+Owns what is drawn. Missing and infinite values become None, so that any viewer can read
 the JSON. Each figure has a sentence computed from the same data in `takeaways`.
 """
 
@@ -16,60 +16,23 @@ from perflab.measure import latency
 from perflab.measure.stats import Estimate
 from perflab.report import units
 from perflab.report.analysis import Summary
-
-INK, MUTED, GRID, PAPER = "#1c2733", "#66758a", "#e6eaf0", "#ffffff"
-ACCENT, GOOD, BAD, UNSURE = "#2563eb", "#0f9d6b", "#d1453b", "#97a3b4"
-TONES = {"faster": GOOD, "slower": BAD, "cannot tell": UNSURE}
-SEGMENT_COLOURS = {
-    "client queue": "#c3cad6",
-    "tokenise": "#8b5cf6",
-    "queue": "#e2b96b",
-    "requeue": "#c98a2b",
-    "schedule": "#7dd3c0",
-    "batch": "#38a89d",
-    "prefill forward": "#1d4ed8",
-    "decode forward": "#60a5fa",
-    "sample": "#f472b6",
-    "commit": "#fb923c",
-    "detokenise": "#a3a847",
-    "residual": "#374151",
-}
-FONT = "Inter, 'Segoe UI', 'Helvetica Neue', Arial, 'Noto Sans', sans-serif"
+from perflab.report.look import (
+    ACCENT,
+    BAD,
+    INK,
+    MUTED,
+    SEGMENT_COLOURS,
+    TONES,
+    UNSURE,
+    names_axis,
+    rows_height,
+    style,
+)
 
 
 def finite(values: Iterable[float | None]) -> list[float | None]:
     """NaN and infinity as None."""
     return [None if v is None or not math.isfinite(v) else float(v) for v in values]
-
-
-def style(figure: go.Figure, height: int, **layout: object) -> go.Figure:
-    """The report's look: white, quiet grid, room for long names."""
-    figure.update_layout(
-        template="none",
-        height=height,
-        font={"family": FONT, "size": 13, "color": INK},
-        paper_bgcolor=PAPER,
-        plot_bgcolor=PAPER,
-        margin={"l": 10, "r": 24, "t": 30, "b": 46},
-        legend={"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0, "traceorder": "normal"},
-        hoverlabel={"font": {"family": FONT, "size": 12}, "bgcolor": "#ffffff", "bordercolor": GRID},
-        bargap=0.38,
-    )
-    figure.update_layout(**layout)
-    axis = {"gridcolor": GRID, "zeroline": False, "linecolor": "#c6ced9", "ticks": "", "automargin": True}
-    figure.update_xaxes(
-        title_font={"size": 12, "color": MUTED}, tickfont={"size": 12, "color": MUTED}, **axis
-    )
-    figure.update_yaxes(title_font={"size": 12, "color": MUTED}, **axis)
-    return figure
-
-
-def _rows_height(count: int, least: int = 220) -> int:
-    return max(least, 110 + 34 * count)
-
-
-def _names_axis(figure: go.Figure, **where: int) -> None:
-    figure.update_yaxes(autorange="reversed", tickfont={"size": 13, "color": INK}, showgrid=False, **where)
 
 
 def ladder(summaries: Sequence[Summary]) -> go.Figure:
@@ -135,9 +98,9 @@ def ladder(summaries: Sequence[Summary]) -> go.Figure:
             )
         )
     figure.add_vline(x=1, line={"color": "#51607a", "width": 1, "dash": "dot"})
-    style(figure, _rows_height(len(names)), barmode="overlay", margin={"l": 10, "r": 150, "t": 30, "b": 46})
+    style(figure, rows_height(len(names)), barmode="overlay", margin={"l": 10, "r": 150, "t": 30, "b": 46})
     figure.update_xaxes(title_text="output tokens/s, times the baseline", range=[0, reach], ticksuffix="×")
-    _names_axis(figure)
+    names_axis(figure)
     return figure
 
 
@@ -194,13 +157,13 @@ def latencies(summaries: Sequence[Summary], metrics: Sequence[str] = ("TTFT", "I
                 row=1,
                 col=column,
             )
-    style(figure, _rows_height(len(names)) + 30, margin={"l": 10, "r": 24, "t": 64, "b": 46})
+    style(figure, rows_height(len(names)) + 30, margin={"l": 10, "r": 24, "t": 64, "b": 46})
     figure.update_annotations(font={"size": 13, "color": INK})
     figure.update_layout(legend={"y": 1.12})
     figure.update_xaxes(
         type="log", title_text="ms", dtick=1, minor={"ticks": "inside", "ticklen": 3, "tickcolor": "#c6ced9"}
     )
-    _names_axis(figure)
+    names_axis(figure)
     return figure
 
 
@@ -218,7 +181,8 @@ def frontier(summaries: Sequence[Summary], metric: str = "E2E", q: float = 0.5) 
             x=[x for x, _ in best],
             y=[y for _, y in best],
             mode="lines",
-            name="frontier",
+            name="no other variant beats these in both",
+            showlegend=len(best) > 1,
             line={"color": ACCENT, "width": 2, "dash": "dot"},
             hoverinfo="skip",
         )
@@ -294,13 +258,13 @@ def where_time_goes(summaries: Sequence[Summary], as_share: bool = False) -> go.
                 "%{customdata[0]} (%{customdata[1]})<extra></extra>",
             )
         )
-    style(figure, _rows_height(len(names)) + 40, barmode="relative")
+    style(figure, rows_height(len(names)) + 40, barmode="relative")
     figure.update_xaxes(
         title_text="share of E2E, %"
         if as_share
         else "seconds of an average request, intended start to last token"
     )
-    _names_axis(figure)
+    names_axis(figure)
     return figure
 
 
@@ -346,8 +310,8 @@ def speed_and_quality(summaries: Sequence[Summary]) -> go.Figure:
         lows = [100 * e.value - down for e, down in zip(found, downs, strict=True) if e.value is not None]
         least = min(95.0, min(lows, default=95.0) - 2.0)
         figure.update_xaxes(range=[max(-2.0, least), 100 + 0.06 * (100 - max(0.0, least))], row=1, col=column)
-    style(figure, _rows_height(len(names)), showlegend=False, margin={"l": 10, "r": 24, "t": 40, "b": 30})
+    style(figure, rows_height(len(names)), showlegend=False, margin={"l": 10, "r": 24, "t": 40, "b": 30})
     figure.update_annotations(font={"size": 13, "color": INK})
     figure.update_xaxes(ticksuffix="×", rangemode="tozero", row=1, col=1)
-    _names_axis(figure)
+    names_axis(figure)
     return figure

@@ -133,7 +133,9 @@ def sections(analysis: Analysis) -> list[Section]:
             "timeline",
             "Batches, KV blocks and requests over time",
             takeaways.timeline(analysis),
-            timeline(typical, summaries.index(analysis.best)) if any(run.steps for run in typical) else None,
+            timeline(typical, summaries.index(takeaways.shown_in_timeline(analysis)))
+            if any(run.steps for run in typical)
+            else None,
             note="The run of median throughput of each variant.",
         ),
         Section(

@@ -80,6 +80,14 @@ def estimate(value: Estimate, shape: Any = units.number, need: int = 0) -> Cell:
     return Cell(shape(value.value), note, "flag" if few else "")
 
 
+def rate(value: Estimate) -> Cell:
+    """A rate with its interval, unless that is too wide to say anything."""
+    if value.value is not None and value.low and value.high and value.high > 100 * value.low:
+        return Cell(units.number(value.value), f"{value.n} runs, far apart", "flag")
+    cell = estimate(value)
+    return cell._replace(note=cell.note.replace(" samples", " run" if value.n == 1 else " runs"))
+
+
 def ladder(analysis: Analysis) -> Table:
     """Rung, throughput, step against the rung below with its verdict, total against the baseline, quality."""
     rows = []
@@ -87,7 +95,7 @@ def ladder(analysis: Analysis) -> Table:
         rows.append(
             (
                 Cell(s.name, s.description),
-                estimate(s.tokens_per_s),
+                rate(s.tokens_per_s),
                 ratio(s.previous),
                 verdict(s.previous),
                 Cell(units.detectable(s.previous), tone="muted"),
@@ -173,7 +181,7 @@ def service(summaries: Sequence[Summary]) -> Table:
         rows.append(
             (
                 Cell(s.name),
-                estimate(s.requests_per_s),
+                rate(s.requests_per_s),
                 Cell(units.MISSING, tone="muted") if good is None else estimate(good.share, units.percent),
                 Cell(units.number(good.requests_per_s if good else None)),
                 Cell(units.seconds(both[0].value)),

@@ -79,18 +79,26 @@ def where_time_goes(analysis: Analysis) -> str:
             f"“{s.name}” spends {units.percent(value / s.time.e2e_s, 0)} of a request's time in {name}"
         )
     worst = max(abs(s.time.residual_s / s.time.e2e_s) for s in known if s.time and s.time.e2e_s)
-    return f"{'; '.join(parts)}. The spans leave at most {units.percent(worst)} of E2E unexplained."
+    left = units.percent(worst)
+    most = left if left.startswith("below") else f"at most {left}"
+    return f"{'; '.join(parts)}. The spans leave {most} of E2E unexplained."
+
+
+def shown_in_timeline(analysis: Analysis) -> Summary:
+    """The best variant, or the last one where none is proven better than the baseline."""
+    return analysis.best if analysis.best is not analysis.baseline else analysis.summaries[-1]
 
 
 def timeline(analysis: Analysis) -> str:
     """How full the best variant's batches and KV pool were."""
-    run = analysis.best.typical
+    shown = shown_in_timeline(analysis)
+    run = shown.typical
     if not run.steps:
         return "No engine of ours ran, so there are no steps to show."
     rows = sum(s.rows for s in run.steps) / len(run.steps)
     peak = max((s.kv_blocks_used / s.kv_blocks_total for s in run.steps if s.kv_blocks_total), default=None)
     kv = "" if peak is None else f"; running requests held at most {units.percent(peak, 0)} of the KV blocks"
-    return f"“{analysis.best.name}” computed {units.number(rows)} requests a step on average{kv}."
+    return f"“{shown.name}” computed {units.number(rows)} requests a step on average{kv}."
 
 
 def quality(analysis: Analysis) -> str:

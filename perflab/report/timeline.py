@@ -12,7 +12,7 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from perflab.clock import NS_PER_S
-from perflab.report.figures import ACCENT, GOOD, GRID, MUTED, SEGMENT_COLOURS, style
+from perflab.report.look import ACCENT, GOOD, GRID, MUTED, SEGMENT_COLOURS, style
 from perflab.studies.store import Run
 
 MAX_REQUESTS = 60
@@ -150,7 +150,10 @@ def _blocks(run: Run, origin: int) -> list[Any]:
     """Occupancy after each step: used by running requests, held by the prefix cache, and the pool."""
     steps = run.steps[:MAX_STEPS]
     if not any(s.kv_blocks_total for s in steps):
-        return [go.Scatter(x=[0], y=[0], mode="lines", name="no KV cache", line={"color": MUTED})]
+        end = _since(max((s.delivered_ns for s in steps), default=origin), origin)
+        note = go.Scatter(x=[end / 2], y=[0.5], mode="text", text=["this variant keeps no KV blocks"])
+        note.update(textfont={"color": MUTED, "size": 12}, hoverinfo="skip", showlegend=False)
+        return [note]
     times = [_since(s.delivered_ns, origin) for s in steps]
     areas = (
         ("used by running requests", GOOD, [s.kv_blocks_used for s in steps]),

@@ -44,9 +44,12 @@ def times(value: float | None) -> str:
 
 
 def percent(value: float | None, digits: int = 1) -> str:
-    """A share of 1 as per cent; never rounds up to 100 %."""
+    """A share of 1 as per cent; rounds neither up to 100 % nor down to 0."""
     if value is None or not math.isfinite(value):
         return MISSING
+    least = 10**-digits
+    if 0 < abs(100 * value) < least / 2:
+        return f"below {least:.{digits}f}{THIN}%"
     shown = f"{100 * value:.{digits}f}"
     if value < 1 and float(shown) >= 100:
         shown = f"{100 - 10**-digits:.{digits}f}"
