@@ -19,7 +19,7 @@ from perflab.load.run import RunRecords
 from perflab.measure import metrics
 from perflab.measure.latency import Decomposition
 from perflab.measure.stats import Estimate
-from perflab.report import figures, units
+from perflab.report import figures, look, units
 from perflab.report.analysis import Summary
 from perflab.report.timeline import timeline
 from perflab.studies.store import Run
@@ -37,9 +37,9 @@ def _html(text: str) -> widgets.HTML:
     return widgets.HTML(text, layout=WIDE)
 
 
-def _card(text: str, colour: str = figures.ACCENT) -> str:
+def _card(text: str, colour: str = look.ACCENT) -> str:
     style = (
-        f"border-left:4px solid {colour};background:#f6f8fb;color:{figures.INK};padding:10px 14px;"
+        f"border-left:4px solid {colour};background:#f6f8fb;color:{look.INK};padding:10px 14px;"
         "border-radius:4px;line-height:1.5;font-size:14px"
     )
     return f"<div style='{style}'>{text}</div>"
@@ -79,7 +79,7 @@ def predict(question: str, low: float, high: float, start: float, step: float = 
 def verdict(guess: Guess, measured: Estimate) -> None:
     """What the measurement says of the prediction."""
     found = lessons.judge(guess.prediction, measured)
-    mark, colour = ("✓", figures.GOOD) if found.agrees else ("✗", figures.BAD)
+    mark, colour = ("✓", look.GOOD) if found.agrees else ("✗", look.BAD)
     question = html.escape(guess.prediction.question)
     display(_html(_card(f"{question}<br><b>{mark}</b> {html.escape(found.text)}", colour)))
 
@@ -90,7 +90,7 @@ def working(work: Callable[[Callable[[str], None]], T]) -> T:
     display(line)
 
     def say(message: str) -> None:
-        line.value = f"<span style='color:{figures.MUTED}'>{html.escape(message)} …</span>"
+        line.value = f"<span style='color:{look.MUTED}'>{html.escape(message)} …</span>"
 
     try:
         return work(say)
@@ -112,7 +112,7 @@ def stream(events: Iterable[tuple[TokenEvent, RequestRecord]]) -> RequestRecord:
             f"<b>ITL</b> {units.seconds(gaps[len(gaps) // 2]) if gaps else units.MISSING} (median)",
             f"<b>tokens</b> {record.prompt_tokens} in, {record.output_tokens} out",
         ]
-        figures_line.value = f"<span style='color:{figures.MUTED}'>{' &nbsp;·&nbsp; '.join(parts)}</span>"
+        figures_line.value = f"<span style='color:{look.MUTED}'>{' &nbsp;·&nbsp; '.join(parts)}</span>"
     if record is None:
         raise ValueError("the stream held no event")
     return record
@@ -122,7 +122,7 @@ def token_times(record: RequestRecord) -> go.Figure:
     """When each token came: seconds from the intended start, and the gap before it in ms."""
     times = [(t - record.intended_ns) / NS_PER_S for t in record.token_ns]
     gaps = [1e3 * (b - a) for a, b in zip([0.0, *times], times, strict=False)]
-    first, later = (figures.SEGMENT_COLOURS[name] for name in lessons.MODEL_SEGMENTS)
+    first, later = (look.SEGMENT_COLOURS[name] for name in lessons.MODEL_SEGMENTS)
     figure = go.Figure(
         go.Bar(
             x=list(range(1, len(gaps) + 1)),
@@ -134,7 +134,7 @@ def token_times(record: RequestRecord) -> go.Figure:
             hovertemplate="token %{x}: %{customdata[0]} %{y:.3~g} ms<br>at %{customdata[1]}<extra></extra>",
         )
     )
-    figures.style(figure, 280, bargap=0.25)
+    look.style(figure, 280, bargap=0.25)
     figure.update_xaxes(title_text="token")
     figure.update_yaxes(title_text="wait for it, ms", rangemode="tozero")
     return figure
@@ -196,7 +196,7 @@ class SplitExplorer:
         self.prompt = self._slider("prompt tokens", prompt_tokens)
         self.requests = self._slider("requests at once", requests)
         self.shares = widgets.Checkbox(value=False, description="as shares", indent=False)
-        self.figure = go.FigureWidget(figures.style(go.Figure(), 260))
+        self.figure = go.FigureWidget(look.style(go.Figure(), 260))
         self.caption = _html("")
         for control in (self.prompt, self.requests, self.shares):
             control.observe(self.update, names="value")
@@ -217,7 +217,7 @@ class SplitExplorer:
         if setting in self.results:
             self.results[setting] = self.results.pop(setting)  # the newest bar is the lowest
         else:
-            self.caption.value = _card("measuring …", figures.MUTED)
+            self.caption.value = _card("measuring …", look.MUTED)
             self.results[setting] = self._measure(*setting)
         self.caption.value = _card(describe_split(self.results[setting]))
         self._draw()
