@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+import os
 
 import pytest
 
 from perflab.clock import NS_PER_S
 from perflab.measure import metrics
 from perflab.measure.metrics import SLO
-from perflab.measure.validity import Expected, Noise, judge
+from perflab.measure.validity import Expected, Noise, busy_cpu_s, judge, usable_cpus
 from perflab.types import RequestRecord
 
 MS = 1_000_000
@@ -226,3 +227,13 @@ def test_unknown_noise_is_a_note():
     verdict = judge([request(f"{i}") for i in range(8)], noise=None)
     assert verdict.valid
     assert any("unknown" in note for note in verdict.notes)
+
+
+def test_busy_time_is_that_of_the_usable_cores(tmp_path):
+    stat, (core, *_) = tmp_path / "stat", usable_cpus()
+    stat.write_text(
+        f"cpu  9 9 9 9 9 9 9 9 0 0\ncpu{core} 100 10 20 500 50 3 2 5 7 0\ncpu999 1 1 1 1 1 1 1 1\nintr 1\n"
+    )
+    # user, nice, system, irq, softirq and steal; neither idle nor waiting for disks nor other cores
+    assert busy_cpu_s(stat) == pytest.approx(140 / os.sysconf("SC_CLK_TCK"))
+    assert busy_cpu_s(tmp_path / "none") is None

@@ -136,6 +136,7 @@ def sections(analysis: Analysis) -> list[Section]:
             timeline(typical, summaries.index(takeaways.shown_in_timeline(analysis)))
             if any(run.steps for run in typical)
             else None,
+            more=(("Events", events),) if (events := tables.events(analysis)).rows else (),
             note="The run of median throughput of each variant.",
         ),
         Section(
@@ -145,7 +146,8 @@ def sections(analysis: Analysis) -> list[Section]:
             figures.speed_and_quality(summaries) if scored else None,
             tables.qualities(summaries) if scored else None,
             note="The reference is the same model in fp32 with plain attention and plain weights, "
-            "one request at a time."
+            "one request at a time. KL, agreement and perplexity come from whole texts, the greedy match from "
+            "the measured runs themselves."
             if scored
             else "",
         ),

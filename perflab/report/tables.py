@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from perflab.clock import NS_PER_S
 from perflab.measure import metrics
 from perflab.measure.stats import Comparison, Estimate, samples_needed
 from perflab.report import units
@@ -284,6 +285,23 @@ def validity(analysis: Analysis) -> Table:
             )
     headers = ("variant", "round", "output tokens/s", "cores taken by others", "verdict")
     return Table(headers, tuple(rows), words=(0, 4))
+
+
+MAX_EVENTS = 60
+
+
+def events(analysis: Analysis) -> Table:
+    """What happened to the service during the typical run of each variant, at most `MAX_EVENTS` lines."""
+    rows = []
+    for s in analysis.summaries:
+        run = s.typical
+        for event in run.events:
+            since = (event.time_ns - int(run.manifest.get("started_ns", 0))) / NS_PER_S
+            detail = ", ".join(f"{name} {value}" for name, value in event.detail.items())
+            rows.append(
+                (Cell(s.name), Cell(units.seconds(since)), Cell(event.kind), Cell(event.subject, detail))
+            )
+    return Table(("variant", "time", "event", "subject"), tuple(rows[:MAX_EVENTS]), words=(0, 2, 3))
 
 
 def notes_of(run: Run) -> list[str]:

@@ -45,6 +45,7 @@ class Study:
     repeats: most runs of a variant; min_repeats: fewest, if the time budget allows them.
     time_budget_s: everything in all, loading and quality too. reference_dtype: dtype of the quality
     reference; None leaves quality out. keep_texts: store prompts and outputs with the runs.
+    trust_remote_code: run code that comes with the model.
 
     Raises WorkloadError or ConfigError naming what is wrong.
     """
@@ -63,6 +64,7 @@ class Study:
     quality_texts: int = 6
     keep_texts: bool = False
     device: str = "auto"
+    trust_remote_code: bool = False
     description: str = ""
     notes: tuple[str, ...] = ()
 

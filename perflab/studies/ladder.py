@@ -89,6 +89,7 @@ def default_study(
     seed: int = 0,
     time_budget_s: float | None = None,
     device: str = "auto",
+    trust_remote_code: bool = False,
     bf16: bool | None = None,
 ) -> Study:
     """The optimisation ladder of one model, from no cache to the lot.
@@ -114,19 +115,20 @@ def default_study(
             f"Linear layers ran {gain:.1f}× as fast in bf16 as in fp32 here"
             + ("." if wanted else ", so the ladder stays in fp32.")
         )
-    quick_workload = default_workload(8, (12, 4, 20, 8, 16))
+    quick_workload = default_workload(8, (8, 4, 12, 6))
     return Study(
         name="optimisation ladder" + (" (quick)" if quick else ""),
         model=model,
         workload=quick_workload if quick else default_workload(),
         variants=tuple(variants),
         slo=SLO(ttft_s=2.0, tpot_s=0.2),
-        repeats=3 if quick else 6,
-        min_repeats=2 if quick else 3,
+        repeats=4 if quick else 6,
+        min_repeats=3,
         seed=seed,
-        time_budget_s=time_budget_s or (75.0 if quick else 290.0),
+        time_budget_s=time_budget_s or (80.0 if quick else 290.0),
         quality_texts=5 if quick else 8,
         device=device,
+        trust_remote_code=trust_remote_code,
         description="Each rung adds one optimisation to the rung below it.",
         notes=tuple(notes),
     )

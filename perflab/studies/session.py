@@ -125,7 +125,8 @@ class Session:
     def model(self, dtype: str) -> Any:
         """The study's model in a dtype, loaded once."""
         if dtype not in self.models:
-            self.models[dtype] = self._load(self.study.model, dtype=dtype, device=self.study.device)
+            trust = {"trust_remote_code": True} if self.study.trust_remote_code else {}
+            self.models[dtype] = self._load(self.study.model, dtype=dtype, device=self.study.device, **trust)
         return self.models[dtype]
 
     def sized(self, first: Variant, encoder: PromptEncoder) -> tuple[Workload, int]:
@@ -278,10 +279,10 @@ def _encoder(model: Any) -> PromptEncoder:
     return PromptEncoder(model.encode, model.chat)
 
 
-def _load_model(name: str, dtype: str, device: str) -> Any:
+def _load_model(name: str, **options: Any) -> Any:
     from perflab.models.load import load
 
-    return load(name, dtype=dtype, device=device)
+    return load(name, **options)
 
 
 class EngineMaker:
