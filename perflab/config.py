@@ -41,7 +41,8 @@ class EngineConfig:
         takes all rows of a step together.
     max_num_batched_tokens: token budget of a step; a longer prompt is computed in chunks unless
         `chunked_prefill` is off.
-    num_blocks: KV pool size in blocks; None sizes it from `kv_bytes`.
+    num_blocks: KV pool size in blocks; None sizes it from `kv_bytes`, at most twice what
+        `max_num_seqs` requests of full length can hold.
     kv_cache: off recomputes every sequence at every step; there is then no prefix cache and no chunk.
     keep_records: how many request, step and event records an engine holds before the oldest go.
 
@@ -96,7 +97,10 @@ class EngineConfig:
         max_len = self.max_model_len or model_max_len
         if max_len > model_max_len:
             raise ConfigError(f"max_model_len={max_len} is above the model's own limit of {model_max_len}")
-        blocks = self.num_blocks or self.kv_bytes // (kv_bytes_per_token * self.block_size)
+        blocks = self.num_blocks
+        if blocks is None:
+            useful = 2 * self.max_num_seqs * -(-max_len // self.block_size)
+            blocks = min(self.kv_bytes // (kv_bytes_per_token * self.block_size), useful)
         if blocks < 1:
             raise ConfigError(
                 f"kv_bytes={self.kv_bytes} holds no block of {self.block_size} tokens "

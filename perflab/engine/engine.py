@@ -260,10 +260,10 @@ class Engine:
             if text.stopped and not seq.is_finished:
                 self.scheduler.finish(seq, "stop", self.clock.now(), announce=False)
                 event.finish_reason = "stop"
-            elif text.stopped:
-                event.finish_reason = seq.record.finish_reason = "stop"
         if event.finish_reason is not None:
             event.text += text.finish()
+            if text.stopped and event.finish_reason == "length":
+                event.finish_reason = seq.record.finish_reason = "stop"
 
     def _keep(self, record: StepRecord, plan: Plan, result: StepResult) -> None:
         scheduler, pool = self.scheduler, self.scheduler.kv.pool

@@ -6,8 +6,10 @@ block than the pool has is kept as zeros; padding points at it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,8 +24,8 @@ class KVTensors:
     ) -> None:
         self.shape, self.block_size, self.null_block = shape, block_size, num_blocks
         size = (shape.layers, num_blocks + 1, shape.kv_heads, block_size)
-        self.key = torch.zeros(*size, shape.key_dim, dtype=dtype, device=device)
-        self.value = torch.zeros(*size, shape.value_dim, dtype=dtype, device=device)
+        self.key = _zeros((*size, shape.key_dim), dtype, device)
+        self.value = _zeros((*size, shape.value_dim), dtype, device)
         self._heads = torch.arange(shape.kv_heads, device=device)
 
     def slots(self, block: Tensor, offset: Tensor) -> Tensor:
@@ -55,6 +57,13 @@ class KVTensors:
         index = torch.tensor(blocks, device=self.key.device)
         self.key[:, index] = 0
         self.value[:, index] = 0
+
+
+def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """On a CPU through numpy, whose zeros cost neither time nor memory until they are touched."""
+    if device.type != "cpu":
+        return torch.zeros(size, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(math.prod(size) * dtype.itemsize, np.uint8)).view(dtype).view(size)
 
 
 def _rows(tensor: Tensor) -> Tensor:

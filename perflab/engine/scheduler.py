@@ -168,7 +168,7 @@ class Scheduler:
         if self._deadlines:
             self._expire(now)
         plan = Plan()
-        if self.waiting.policy.preemptive and self.config.batching == "continuous":
+        if self.config.batching == "continuous":
             self._promote(plan, now)
         budget = self._plan_running(plan, now)
         if len(self.waiting) and not plan.preempted:
@@ -219,7 +219,8 @@ class Scheduler:
         return seq
 
     def _promote(self, plan: Plan, now: int) -> None:
-        """Let the head of the queue push out running requests that come after it."""
+        """Let those who come before running requests in before the budget is given out; a preemptive
+        policy makes room for them."""
         while len(self.waiting) and self.running:
             head = self.waiting[0]
             if self._waits_for_leader(head) or not head.key[0] < self.running[-1].key[0]:
@@ -227,6 +228,8 @@ class Scheduler:
             prefix = self.kv.find_prefix(head)
             if len(self.running) < self._limits.rows and self._enter(head, prefix, len(head.tokens), now):
                 continue
+            if not self.waiting.policy.preemptive:
+                return
             self._preempt(plan, now)
 
     def _admit(self, plan: Plan, budget: int, now: int) -> None:

@@ -1,0 +1,189 @@
+"""The asyncio engine: streams, cancels, deadlines, disconnects, a thread that survives its steps."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+import torch
+from fake_model import alone, assert_empty, fake_engine, request
+
+from perflab.clock import WallClock
+from perflab.engine.drivers import AsyncEngine
+from perflab.engine.engine import Engine
+from perflab.errors import EngineStopped, Rejected
+from perflab.models.tiny import tiny
+from perflab.types import Request, SamplingParams
+
+
+def endless(**more) -> SamplingParams:
+    return SamplingParams(max_tokens=150, ignore_eos=True, **more)
+
+
+def wall_engine(**options) -> Engine:
+    """The fake model on the machine's clock, its steps without a cost."""
+    engine, executor, _ = fake_engine(**options)
+    engine.clock = executor.clock = WallClock()
+    executor.clock.advance = lambda ns: None
+    return engine
+
+
+async def collect(engine: AsyncEngine, one: Request, limit: int | None = None) -> list[int]:
+    tokens: list[int] = []
+    async for event in engine.stream(one):
+        tokens.extend(event.token_ids)
+        if limit is not None and len(tokens) >= limit:
+            break
+    return tokens
+
+
+async def settled(engine: AsyncEngine) -> None:
+    """Until the engine has nothing left; a command goes through the thread, so steps lie between."""
+    for _ in range(2000):
+        if not await engine.call(lambda: engine.engine.has_work):
+            return
+        await asyncio.sleep(0)
+    raise AssertionError("the engine goes on without a client")
+
+
+async def test_streams_run_beside_each_other_and_answer_as_alone() -> None:
+    async with AsyncEngine(wall_engine()) as engine:
+        prompts = [[i + 1] * 6 for i in range(10)]
+        answers = await asyncio.gather(
+            *(collect(engine, request(str(i), p, params=endless(seed=1))) for i, p in enumerate(prompts))
+        )
+        assert answers == [alone(prompt, 150, frozenset()) for prompt in prompts]
+        assert engine.num_streams == 0
+    assert_empty(engine.engine)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("slots", [1, 8])
+async def test_clients_that_leave_take_their_requests_with_them(n: int, slots: int) -> None:
+    """After three tokens, while still waiting in the queue, or by cancelling the task."""
+    async with AsyncEngine(wall_engine(max_num_seqs=slots, num_blocks=512)) as engine:
+        leaving = [
+            asyncio.create_task(collect(engine, request(f"leave{i}", [i + 1] * 5, params=endless(n=n)), 3))
+            for i in range(20)
+        ]
+        waiting = [
+            asyncio.create_task(collect(engine, request(f"wait{i}", [i + 1] * 5, params=endless(n=n))))
+            for i in range(5)
+        ]
+        await leaving[0]
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*leaving, *waiting, return_exceptions=True)
+        await settled(engine)
+        assert engine.num_streams == 0
+    assert_empty(engine.engine)
+    outcomes = {record.outcome for record in engine.engine.records}
+    assert "cancelled" in outcomes
+    assert outcomes <= {"cancelled", "completed"}
+
+
+async def test_a_thousand_disconnects_at_random_moments_leave_nothing() -> None:
+    rng = random.Random(0)
+    async with AsyncEngine(wall_engine(num_blocks=400, keep_records=50)) as engine:
+
+        async def client(number: int) -> None:
+            task = asyncio.create_task(
+                collect(
+                    engine,
+                    request(str(number), [rng.randrange(1, 9)] * 9, params=endless()),
+                    rng.randint(1, 20),
+                )
+            )
+            for _ in range(rng.randint(0, 6)):
+                await asyncio.sleep(0)
+            if rng.random() < 0.5:
+                task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+        for first in range(0, 1000, 50):
+            await asyncio.gather(*(client(number) for number in range(first, first + 50)))
+        await settled(engine)
+        assert engine.num_streams == 0
+    assert_empty(engine.engine)
+    assert len(engine.engine.records) == 50
+
+
+async def test_a_deadline_ends_a_stream_with_what_it_had() -> None:
+    engine = AsyncEngine(wall_engine(num_blocks=2048))
+    async with engine:
+        now = engine.engine.clock.now()
+        events = [
+            event
+            async for event in engine.stream(
+                Request(
+                    "late",
+                    [1],
+                    SamplingParams(max_tokens=4000, ignore_eos=True),
+                    deadline_ns=now + 30_000_000,
+                )
+            )
+        ]
+    assert events[-1].finish_reason == "deadline"
+    assert engine.engine.records[0].outcome == "timed_out"
+
+
+async def test_a_sleeping_engine_wakes_for_a_batch_time_out() -> None:
+    engine = wall_engine(batching="dynamic", batch_timeout_s=0.02, max_num_seqs=4)
+    async with AsyncEngine(engine) as running:
+        assert len(await asyncio.wait_for(collect(running, request("a", [1], params=endless())), 20)) == 150
+    record = engine.records[0]
+    assert record.admitted_ns - record.sent_ns >= 20_000_000
+
+
+async def test_a_refusal_reaches_the_caller_and_others_go_on() -> None:
+    async with AsyncEngine(wall_engine(num_blocks=50)) as engine:
+        with pytest.raises(Rejected, match="needs KV memory"):
+            await collect(engine, request("big", [1] * 1002, params=endless()))
+        assert await collect(engine, request("small", [1], params=endless())) == alone([1], 150, frozenset())
+        assert engine.num_streams == 0
+
+
+async def test_an_exception_that_escapes_a_step_ends_requests_not_the_engine() -> None:
+    inner = wall_engine()
+    plan, raised = inner.scheduler.plan, []
+
+    def faulty(now: int):
+        if not raised and inner.scheduler.running:
+            raised.append(True)
+            raise RuntimeError("a bug in the scheduler")
+        return plan(now)
+
+    inner.scheduler.plan = faulty
+    async with AsyncEngine(inner) as engine:
+        events = [event async for event in engine.stream(request("a", [1], params=endless()))]
+        assert events[-1].finish_reason == "error"
+        assert "a bug in the scheduler" in str(events[-1].error)
+        await settled(engine)
+        assert await collect(engine, request("b", [1], params=endless())) == alone([1], 150, frozenset())
+    assert_empty(inner)
+
+
+async def test_closing_ends_streams_and_refuses_new_ones() -> None:
+    engine = AsyncEngine(wall_engine(num_blocks=4096))
+    endless_params = SamplingParams(max_tokens=4000, ignore_eos=True)
+    task = asyncio.create_task(collect(engine, request("a", [1], params=endless_params)))
+    await asyncio.sleep(0.01)
+    await engine.__aexit__()
+    assert len(await asyncio.wait_for(task, 10)) < 4000
+    with pytest.raises(EngineStopped):
+        await collect(engine, request("b", [1], params=endless()))
+
+
+async def test_text_streams_from_a_real_model() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        model = tiny("llama")
+        async with AsyncEngine(Engine(model)) as engine:
+            one = Request("a", model.encode("hello"), SamplingParams(max_tokens=20, min_tokens=20))
+            events = [event async for event in engine.stream(one)]
+        ids = [token for event in events for token in event.token_ids]
+        assert "".join(event.text for event in events) == model.decode(ids)
+    finally:
+        torch.set_num_threads(before)
