@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
@@ -172,23 +173,27 @@ def summary_table(analysis: Analysis) -> Table:
     """The ladder for a terminal: rate, speed-up over the variant before (step) and over the first (total)."""
     from perflab.report import units
 
-    def speed_up(found: Comparison | None) -> str:
+    colours = {"faster": "green", "slower": "red", "cannot tell": "yellow"}
+
+    def speed_up(found: Comparison | None, answer: bool) -> str:
         if found is None:
             return ""
-        colour = {"faster": "green", "slower": "red", "cannot tell": "yellow"}[found.answer]
-        return f"{units.times(found.ratio.value)} [{colour}]{found.answer}[/{colour}]"
+        ratio, colour = units.times(found.ratio.value), colours[found.answer]
+        return f"{ratio} [{colour}]{found.answer}[/{colour}]" if answer else f"[{colour}]{ratio}[/{colour}]"
 
-    table = Table(title=str(analysis.study.get("name", "")), title_justify="left")
-    table.add_column("variant")
+    table = Table(
+        title=str(analysis.study.get("name", "")), title_justify="left", box=box.SIMPLE, pad_edge=False
+    )
+    table.add_column("variant", no_wrap=True)
     for heading in ("tokens/s", "step", "total"):
-        table.add_column(heading, justify="right")
-    table.add_column("top-1 agreement", justify="right")
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("top-1 agreement", justify="right", no_wrap=True)
     for summary in analysis.summaries:
         table.add_row(
             Text(summary.name),
             units.number(summary.tokens_per_s.value),
-            speed_up(summary.previous),
-            speed_up(summary.first),
+            speed_up(summary.previous, answer=True),
+            speed_up(summary.first, answer=False),
             units.percent(summary.top1),
         )
     return table
