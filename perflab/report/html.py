@@ -146,8 +146,8 @@ def sections(analysis: Analysis) -> list[Section]:
             figures.speed_and_quality(summaries) if scored else None,
             tables.qualities(summaries) if scored else None,
             note="The reference is the same model in fp32 with plain attention and plain weights, "
-            "one request at a time. KL, agreement and perplexity come from whole texts, the greedy match from "
-            "the measured runs themselves."
+            "one request at a time. KL, agreement and perplexity come from whole texts, the greedy match "
+            "from the measured runs themselves."
             if scored
             else "",
         ),
