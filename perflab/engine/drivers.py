@@ -11,6 +11,7 @@ import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any
 
 from perflab.clock import NS_PER_S
@@ -72,6 +73,8 @@ class EngineThread:
         self._wake.clear()
         while self._commands:
             command, future = self._commands.popleft()
+            if not future.set_running_or_notify_cancel():
+                continue  # whoever asked has gone away
             try:
                 future.set_result(command())
             except Exception as error:
@@ -146,8 +149,9 @@ class AsyncEngine:
 
     def _post(self, events: list[TokenEvent]) -> None:
         loop = self._loop
-        if loop is not None and not loop.is_closed():
-            loop.call_soon_threadsafe(self._dispatch, events)
+        if loop is not None:
+            with suppress(RuntimeError):  # the loop was closed: nobody is left to hear
+                loop.call_soon_threadsafe(self._dispatch, events)
 
     def _dispatch(self, events: list[TokenEvent]) -> None:
         for event in events:
