@@ -66,7 +66,8 @@ def paired_ratio(a: Sequence[float], b: Sequence[float]) -> float:
 
 
 def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-    table = Table(title=title, title_justify="left")
+    console.print(f"\n{title}", style="bold", highlight=False)
+    table = Table()
     for index, column in enumerate(columns):
         table.add_column(column, justify="left" if index == 0 else "right")
     for row in rows:
