@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -229,3 +230,25 @@ def test_an_interrupted_run_keeps_what_was_measured():
     assert run.interrupted
     assert metrics.counts(run.requests).completed == 2
     assert metrics.counts(run.requests).unfinished == 3
+
+
+def test_ctrl_c_lets_the_step_finish_and_a_second_one_does_not():
+    def press(times):
+        def on_step(target):
+            if len(target.steps) == 3:
+                for _ in range(times):
+                    signal.raise_signal(signal.SIGINT)
+
+        return on_step
+
+    before = signal.getsignal(signal.SIGINT)
+    target = FakeEngine(FakeModel(), EngineConfig(max_num_seqs=2), on_step=press(1))
+    run = run_load(target, synthetic(requests=5, output_tokens=(8,)), ENCODER)
+    assert run.interrupted
+    assert [s.index for s in run.steps] == [0, 1, 2, 3]
+    assert sum(r.output_tokens for r in run.requests) == 8
+    target = FakeEngine(FakeModel(), EngineConfig(max_num_seqs=2), on_step=press(2))
+    run = run_load(target, synthetic(requests=5, output_tokens=(8,)), ENCODER)
+    assert run.interrupted
+    assert len(run.steps) == 3
+    assert signal.getsignal(signal.SIGINT) is before

@@ -6,10 +6,13 @@ computes no metric.
 
 from __future__ import annotations
 
+import signal
+import threading
 from collections import deque
 from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Protocol
 
 from perflab.clock import Clock, seconds_to_ns
@@ -64,17 +67,18 @@ def run_load(
 
     A request that could not be sent on time (the engine was in a step) is sent late, its latencies
     still count from the intended start, and the wait is its `client_queue` span. Text prompts are
-    tokenised on the way, in a `tokenise` span. Ctrl-C ends the run with what was measured so far;
-    what was running then has no outcome.
+    tokenised on the way, in a `tokenise` span. Ctrl-C ends the run after the step that is running,
+    with what was measured so far; what was running then has no outcome. A second Ctrl-C ends it at
+    once, and the engine with it: do not use that one again.
     """
     clock = engine.clock
     seen = len(engine.records), len(engine.steps), len(engine.events)
     waiting = deque(workload.requests)
     outputs: dict[str, list[int]] = {}
-    ended, interrupted = 0, False
+    ended = 0
     start = clock.now()
-    try:
-        while waiting or engine.has_work:
+    with _StopAfterStep() as stop:
+        while (waiting or engine.has_work) and not stop.asked:
             now = clock.now()
             while waiting and start + seconds_to_ns(waiting[0].arrival_s) <= now:
                 if not _submit(engine, waiting.popleft(), encoder, start, clock):
@@ -91,8 +95,6 @@ def run_load(
                 on_progress(ended, len(workload.requests))
             if not events:
                 _rest(engine, waiting, start, clock)
-    except KeyboardInterrupt:
-        interrupted = True
     return RunRecords(
         [copy(r) for r in engine.records[seen[0] :]],
         engine.steps[seen[1] :],
@@ -100,9 +102,36 @@ def run_load(
         start,
         clock.now(),
         len(workload.requests),
-        interrupted,
+        stop.asked,
         outputs,
     )
+
+
+class _StopAfterStep:
+    """Turns the first Ctrl-C into a flag, so that no step is torn apart; the second one interrupts.
+
+    In a thread other than the main one Ctrl-C never arrives, and in it nothing is changed.
+    """
+
+    asked = False
+
+    def __enter__(self) -> _StopAfterStep:
+        self._main = threading.current_thread() is threading.main_thread()
+        if self._main:
+            self._before = signal.signal(signal.SIGINT, self._note)
+        return self
+
+    def _note(self, signum: int, frame: FrameType | None) -> None:
+        if self.asked:
+            raise KeyboardInterrupt
+        self.asked = True
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool:
+        if self._main:
+            signal.signal(signal.SIGINT, self._before)
+        interrupted = kind is not None and issubclass(kind, KeyboardInterrupt)
+        self.asked |= interrupted
+        return interrupted
 
 
 def _rest(engine: Target, waiting: deque[TimedRequest], start: int, clock: Clock) -> None:

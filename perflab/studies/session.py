@@ -18,7 +18,7 @@ import torch
 from perflab.clock import WallClock
 from perflab.config import EngineConfig
 from perflab.errors import PerflabError, StoreError
-from perflab.load.run import run_load
+from perflab.load.run import RunRecords, run_load
 from perflab.load.workloads import PromptEncoder, Synthetic, TimedRequest, Workload
 from perflab.measure.validity import NoiseSampler
 from perflab.studies import plan, quality, store
@@ -88,9 +88,12 @@ class Session:
 
     # the whole
 
-    def run(self) -> bool:
-        """Everything that is left to do; True where Ctrl-C cut a run short."""
-        budget = self.study.time_budget_s
+    def run(self) -> None:
+        """Everything that is left to do. Raises KeyboardInterrupt where Ctrl-C cut it short."""
+        budget, plan_file = self.study.time_budget_s, self.out_dir / "plan.json"
+        if plan_file.exists() and store.read_json(plan_file).get("finished"):
+            self._progress(Progress("done", f"{self.out_dir} holds this study, finished.", 1.0, 0.0))
+            return
         gc.freeze()  # what is imported by now need not be looked at again before each run
         self.say("load", f"This study takes about {duration(budget)} at most; loading {self.study.model}.")
         first = self.study.variants[0]
@@ -103,17 +106,14 @@ class Session:
             variant, number = turn
             self.say("run", f"{variant.name}, round {number + 1}", workload, fewest)
             try:
-                finished = self.measure(variant, number, workload)
+                self.measure(variant, number, workload)
             except PerflabError as error:
                 if variant is first:
                     raise
                 self.failures[variant.name] = str(error)
                 store.write_json(self.out_dir / "failures.json", self.failures)
-                continue
-            if not finished:
-                return True
+        store.write_json(plan_file, {**store.read_json(plan_file), "finished": True})
         self._progress(Progress("done", f"Done in {duration(time.perf_counter() - self.began)}.", 1.0, 0.0))
-        return False
 
     def say(self, stage: str, message: str, workload: Workload | None = None, fewest: int = 0) -> None:
         spent = time.perf_counter() - self.began
@@ -167,9 +167,7 @@ class Session:
         for i, request in enumerate(self.study.workload.requests[:2]):
             params = SamplingParams(max_tokens=tokens, ignore_eos=True)
             one = TimedRequest(f"pilot-{tokens}-{i}", request.prompt, params)
-            records = run_load(engine, Workload("pilot", (one,)), encoder)
-            if records.interrupted:
-                raise KeyboardInterrupt
+            records = drive(engine, Workload("pilot", (one,)), encoder)
             times.append((records.ended_ns - records.started_ns) / 1e9)
         return min(times)
 
@@ -182,9 +180,7 @@ class Session:
         variant = Variant("reference", {**self.study.variants[0].config, **quality.REFERENCE}, dtype)
         encoder = _encoder(self.model(dtype))
         with self.engine(variant) as engine:
-            records = run_load(engine, workload, encoder)
-            if records.interrupted:
-                raise KeyboardInterrupt
+            records = drive(engine, workload, encoder)
             completed = {r.request_id for r in records.requests if r.outcome == "completed"}
             self.outputs = {name: out for name, out in records.outputs.items() if name in completed}
             self.texts = quality.texts(encoder, self.study.quality_texts)
@@ -229,28 +225,30 @@ class Session:
 
     @contextmanager
     def engine(self, variant: Variant) -> Iterator[Any]:
-        """A fresh engine on the shared model, closed at the end."""
+        """A fresh engine on the shared model, closed at the end.
+
+        Not after Ctrl-C: a step may have been torn apart, and nobody uses that engine again.
+        """
         engine = self._make(self.model(variant.dtype), self.study.engine_config(variant))
         try:
             yield engine
-        finally:
+        except Exception:
             engine.close()
+            raise
+        engine.close()
 
-    def measure(self, variant: Variant, number: int, workload: Workload) -> bool:
-        """One run: fresh engine, warm-up, load, verdict, disk. False where Ctrl-C cut it short."""
+    def measure(self, variant: Variant, number: int, workload: Workload) -> None:
+        """One run: fresh engine, warm-up, load, verdict, disk."""
         began = time.perf_counter()
         encoder = _encoder(self.model(variant.dtype))
         with self.engine(variant) as engine:
             built = time.perf_counter()
-            if run_load(engine, Workload("warm-up", WARM_UP), encoder).interrupted:
-                return False
+            drive(engine, Workload("warm-up", WARM_UP), encoder)
             warmed = time.perf_counter()
             gc.collect()  # so that no collection of older garbage falls into the run
             sampler = NoiseSampler().start()
-            records = run_load(engine, workload, encoder)
+            records = drive(engine, workload, encoder)
             noise = sampler.stop()
-            if records.interrupted:
-                return False
             manifest = describe_run(self.study, variant, number, workload, records, noise, engine)
             manifest |= {"build_s": built - began, "warm_up_s": warmed - built}
             manifest["greedy_match"] = quality.greedy_match(self.outputs, records)
@@ -262,7 +260,6 @@ class Session:
         position = [v.name for v in self.study.variants].index(variant.name)
         store.write_run(self.out_dir / "runs" / f"{position:02d}-{slug(variant.name)}-r{number}", run)
         self.done[variant.name, number] = manifest["cost_s"]
-        return True
 
     def score(self, variant: Variant, engine: Any) -> None:
         """Quality of the variant's numeric configuration, once; kept in `quality.json`."""
@@ -273,6 +270,14 @@ class Session:
         found = same[0] if same else quality.measure_fidelity(engine.executor, self.references, self.texts)
         self.quality[variant.name] = {**found, "key": key}
         store.write_json(self.out_dir / "quality.json", self.quality)
+
+
+def drive(engine: Any, workload: Workload, encoder: PromptEncoder) -> RunRecords:
+    """A whole run; KeyboardInterrupt for one that Ctrl-C cut short."""
+    records = run_load(engine, workload, encoder)
+    if records.interrupted:
+        raise KeyboardInterrupt
+    return records
 
 
 def _encoder(model: Any) -> PromptEncoder:

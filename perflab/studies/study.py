@@ -69,7 +69,7 @@ def run_study(
     session.open(resume)
     interrupted = False
     try:
-        interrupted = session.run()
+        session.run()
     except KeyboardInterrupt:
         interrupted = True
     finally:
