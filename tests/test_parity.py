@@ -1,0 +1,53 @@
+"""Token for token what transformers' `generate()` answers, over the grid of configurations."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from benchmarks import parity
+from perflab.models.tiny import ARCHITECTURES
+
+
+def assert_parity(verdicts: list[parity.Verdict], cells: list[parity.Cell]) -> None:
+    assert [verdict.cell for verdict in verdicts] == list(cells)
+    for verdict in verdicts:
+        assert verdict.ok, (verdict.cell, verdict.wrong, verdict.excused)
+        assert verdict.cached_tokens > 0 or not verdict.cell.prefix_cache
+    tight = [verdict for verdict in verdicts if verdict.cell.pool == "tight"]
+    assert any(verdict.preemptions for verdict in tight)
+    assert not any(verdict.preemptions for verdict in verdicts if verdict.cell.pool == "ample")
+
+
+def test_corners_of_the_grid_on_the_embedded_model() -> None:
+    assert_parity(parity.check_embedded(parity.CORNERS, 6, 12, lambda verdict: None), parity.CORNERS)
+
+
+@pytest.mark.verify
+def test_the_whole_grid_on_the_embedded_model() -> None:
+    assert_parity(parity.check_embedded(parity.GRID, 48, 64, lambda verdict: None), parity.GRID)
+
+
+@pytest.mark.verify
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_the_whole_grid_on_tiny_models(arch: str) -> None:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        assert_parity(parity.check_tiny(arch, parity.GRID, lambda verdict: None), parity.GRID)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_a_wrong_token_is_found(monkeypatch) -> None:
+    """The comparison can fail: an answer changed by one token, where the model was sure."""
+    generate = parity.Reference._generate
+
+    def wrong(self, prompt):
+        answer = generate(self, prompt)
+        return [*answer[:3], (answer[3] + 1) % 250, *answer[4:]]
+
+    monkeypatch.setattr(parity.Reference, "_generate", wrong)
+    verdict = parity.check_tiny("llama", parity.CORNERS[:1], lambda verdict: None)[0]
+    assert verdict.wrong
+    assert not verdict.ok
