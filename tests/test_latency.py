@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from perflab.config import EngineConfig
+from perflab.engine.engine import Engine
+from perflab.load.arrivals import Arrivals
+from perflab.load.run import run_load
+from perflab.load.workloads import PromptEncoder, synthetic
 from perflab.measure import latency
+from perflab.models.tiny import tiny
 from perflab.types import RequestRecord, Span, StepRecord
 
 NS = 1_000_000_000
@@ -103,3 +109,48 @@ def test_step_shares_sum_to_one():
     assert sum(shares.values()) == pytest.approx(1)
     assert shares["forward"] == pytest.approx(10 / 16)
     assert latency.step_shares([]) is None
+
+
+class TickingClock:
+    """One microsecond per look: what the spans leave out shows as whole ticks, on any machine."""
+
+    def __init__(self) -> None:
+        self.ns = 0
+
+    def now(self) -> int:
+        self.ns += 1000
+        return self.ns
+
+    def sleep_until(self, time_ns: int) -> None:
+        self.ns = max(self.ns, time_ns)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny("llama")
+
+
+@pytest.mark.parametrize(
+    "switches",
+    [
+        {"num_blocks": 7, "max_num_seqs": 4},  # forces preemption
+        {"max_num_seqs": 4, "max_num_batched_tokens": 16},
+        {"kv_cache": False, "max_num_seqs": 2},
+        {"batching": "dynamic", "batch_timeout_s": 1e-4, "max_num_seqs": 3},
+        {"batching": "static", "max_num_seqs": 3, "prefix_cache": False, "attention": "sdpa"},
+    ],
+)
+def test_the_engines_own_stamps_close(model, switches):
+    config = EngineConfig(**{"max_num_batched_tokens": 64, "num_blocks": 64, **switches})
+    engine = Engine(model, config, clock=TickingClock())
+    arrivals = Arrivals("constant", rate_per_s=20_000)
+    workload = synthetic(requests=8, input_tokens=30, output_tokens=(12, 8), arrivals=arrivals)
+    run = run_load(engine, workload, PromptEncoder(model.encode, model.chat))
+    preempted = [r for r in run.requests if r.preemptions]
+    assert bool(preempted) == (config.num_blocks == 7)
+    for r in run.requests:
+        split = latency.decompose(r, run.steps)
+        assert split.segments.get("requeue", 0) > 0 or not r.preemptions
+        # Between two steps the loop looks at the clock a few times, and for each request that it sends.
+        ticks = round(split.residual_s * 1e6)
+        assert 0 <= ticks <= 3 * (r.last_step - r.first_step + 1) + 5 * len(run.requests)
