@@ -216,7 +216,7 @@ def test_time_decides_rounds_and_size():
     assert plan.fit_workload(whole, pace, 3.0, 3, 1e6) == (whole, 3)
     fitted, rounds = plan.fit_workload(whole, pace, 3.0, 3, 200.0)
     assert rounds == 3
-    assert len(fitted.requests) == 6
+    assert len(fitted.requests) == 8
     assert fitted.requests[0].params.max_tokens == 24
     smallest, rounds = plan.fit_workload(whole, pace, 3.0, 3, 1.0)
     assert (len(smallest.requests), smallest.requests[0].params.max_tokens, rounds) == (5, 8, 2)

@@ -125,7 +125,7 @@ def default_study(
         repeats=4 if quick else 6,
         min_repeats=3,
         seed=seed,
-        time_budget_s=time_budget_s or (80.0 if quick else 290.0),
+        time_budget_s=time_budget_s or (80.0 if quick else 360.0),
         quality_texts=5 if quick else 8,
         device=device,
         trust_remote_code=trust_remote_code,

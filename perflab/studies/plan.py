@@ -12,9 +12,9 @@ from perflab.load.workloads import Workload
 
 FEWEST_REQUESTS = 5
 FEWEST_TOKENS = 8
-RUNS_SHARE = 0.75
-"""Share of the time budget that the least number of runs may take; the rest is loading, quality and
-what the first estimate did not see."""
+RUNS_SHARE = 0.9
+"""Share of the time left after loading and pilot that the least number of runs may take; the rest is for
+quality and what the first estimate did not see."""
 
 OVERTIME = 1.4
 """Past this multiple of its time budget a study asks for one round of each variant only."""
@@ -48,7 +48,7 @@ def fit_workload(
 
     chosen = workload
     while seconds(chosen, repeats) > allowed and len(chosen.requests) > FEWEST_REQUESTS:
-        chosen = workload.first(max(FEWEST_REQUESTS, len(chosen.requests) * 3 // 4))
+        chosen = workload.first(len(chosen.requests) - 1)
     longest = max((r.params.max_tokens or 0) for r in chosen.requests)
     while seconds(chosen, repeats) > allowed and longest > FEWEST_TOKENS:
         longest = max(FEWEST_TOKENS, longest * 3 // 4)
