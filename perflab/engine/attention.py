@@ -65,9 +65,15 @@ class StepAttention:
         if self._kv is not None and self._slots is not None:
             self._kv.write(layer, self._slots, key, value)
         heads, length, _ = query.shape
+        if self._groups and self._groups[0].tokens is None:
+            return self._attend_group(self._groups[0], layer, query, scaling, sliding_window, softcap, sinks)[
+                None
+            ]
         out = query.new_empty(length, heads, value.shape[-1])
         for group in self._groups:
-            self._attend_group(out, group, layer, query, scaling, sliding_window, softcap, sinks)
+            part = self._attend_group(group, layer, query, scaling, sliding_window, softcap, sinks)
+            assert group.tokens is not None
+            out.index_copy_(0, group.tokens, part)
         for row in self._alone:
             start, end = self._batch.query_start[row], self._batch.query_start[row + 1]
             keys, values = self._row_kv(row, layer, key, value)
@@ -107,7 +113,6 @@ class StepAttention:
 
     def _attend_group(
         self,
-        out: Tensor,
         group: Group,
         layer: int,
         query: Tensor,
@@ -115,7 +120,8 @@ class StepAttention:
         window: int | None,
         softcap: float | None,
         sinks: Tensor | None,
-    ) -> None:
+    ) -> Tensor:
+        """[B · queries, heads, dim], in the order of the group's tokens."""
         assert self._kv is not None
         rows, queries = len(group.rows), group.queries
         keys, values = self._kv.gather(layer, group.table_index, rows)
@@ -136,11 +142,7 @@ class StepAttention:
             weights = _softmax_with_sink(scores, sink.reshape(rows * kv_heads, -1, 1))
         part = torch.bmm(weights, values.flatten(0, 1))
         part = part.view(rows, kv_heads, shared, queries, -1).permute(0, 3, 1, 2, 4)
-        part = part.reshape(rows * queries, kv_heads * shared, -1)
-        if group.tokens is None:
-            out.copy_(part)
-        else:
-            out.index_copy_(0, group.tokens, part)
+        return part.reshape(rows * queries, kv_heads * shared, -1)
 
     @staticmethod
     def _group_mask(
@@ -163,15 +165,11 @@ def visible(query_position: Tensor, key_position: Tensor, window: int | None) ->
 
 
 def _groups(batch: Batch, kv: KVTensors) -> list[Group]:
-    """Rows with the same few queries and contexts of similar length; a single row stays alone."""
+    """Rows with the same few queries and contexts of similar length."""
     device = batch.input_ids.device
-    classes: dict[tuple[int, int], list[int]] = {}
-    for row, (queries, context) in enumerate(zip(batch.query_len, batch.kv_len, strict=True)):
-        if queries <= SHORT_QUERY and queries < context:
-            size = (context // kv.block_size).bit_length() // (LENGTH_RATIO.bit_length() - 1)
-            classes.setdefault((queries, size), []).append(row)
     groups = []
-    for (queries, _), rows in classes.items():
+    for rows in _similar_rows(batch):
+        queries = batch.query_len[rows[0]]
         blocks = [-(-batch.kv_len[row] // kv.block_size) for row in rows]
         longest = max(blocks)
         table = torch.tensor(
@@ -184,7 +182,7 @@ def _groups(batch: Batch, kv: KVTensors) -> list[Group]:
         starts = torch.tensor([batch.kv_len[row] - queries for row in rows], device=device)
         first = torch.tensor([batch.query_start[row] for row in rows], device=device)
         offsets = torch.arange(queries, device=device)
-        everything = len(rows) == len(batch.query_len)
+        everything = rows == list(range(len(batch.query_len)))
         groups.append(
             Group(
                 rows,
@@ -196,6 +194,23 @@ def _groups(batch: Batch, kv: KVTensors) -> list[Group]:
             )
         )
     return groups
+
+
+def _similar_rows(batch: Batch) -> list[list[int]]:
+    """Row numbers by number of queries, and within those by context, longest first, cut where padding
+    would waste too much; each list in ascending order."""
+    lists: list[list[int]] = []
+    longest: dict[int, int] = {}
+    current: dict[int, list[int]] = {}
+    for row in sorted(range(len(batch.kv_len)), key=batch.kv_len.__getitem__, reverse=True):
+        queries, context = batch.query_len[row], batch.kv_len[row]
+        if queries > SHORT_QUERY or queries == context:
+            continue
+        if queries not in current or context * LENGTH_RATIO < longest[queries]:
+            current[queries], longest[queries] = [], context
+            lists.append(current[queries])
+        current[queries].append(row)
+    return [sorted(rows) for rows in lists]
 
 
 def eager_attention(
