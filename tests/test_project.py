@@ -166,3 +166,28 @@ def test_ci_script_is_strict_and_runs_the_readmes_commands() -> None:
         "make test",
         "make lessons",
     ]
+
+
+def test_readmes_python_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from perflab.models.tiny import tiny
+
+    monkeypatch.setattr("perflab.engine.llm.load", lambda name: tiny("llama"))
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", readme, flags=re.DOTALL)
+    assert blocks
+    for block in blocks:
+        exec(block, {})
+    assert capsys.readouterr().out.strip()
+
+
+def test_readmes_commands_exist() -> None:
+    from perflab import cli
+
+    known = {c.name or c.callback.__name__ for c in cli.app.registered_commands if c.callback}
+    known |= {str(group.name) for group in cli.app.registered_groups}
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    named = set(
+        re.findall(r"perflab ([a-z]+)\b", "\n".join(re.findall(r"`[^`]+`|^\$ .*$", readme, re.MULTILINE)))
+    )
+    assert named
+    assert named <= known
