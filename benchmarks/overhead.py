@@ -21,7 +21,7 @@ from benchmarks.common import finish, show
 from perflab.clock import WallClock
 from perflab.config import EngineConfig
 from perflab.engine.engine import Engine
-from perflab.engine.scheduler import Plan, StepResult
+from perflab.engine.plan import Plan, StepResult
 from perflab.models.load import load
 from perflab.types import Request, SamplingParams, StepRecord
 

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from perflab.clock import VirtualClock
 from perflab.config import EngineConfig
 from perflab.engine.engine import Engine
-from perflab.engine.scheduler import Plan, StepResult
+from perflab.engine.plan import Plan, StepResult
 from perflab.types import Request, TokenEvent
 
 VOCAB = 251

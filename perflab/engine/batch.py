@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from perflab.engine.scheduler import Plan
+from perflab.engine.plan import Plan
 
 
 @dataclass(slots=True)

@@ -20,7 +20,8 @@ from perflab.engine.executor import Executor, LocalExecutor
 from perflab.engine.health import Health
 from perflab.engine.kv import NoKV, PagedKV
 from perflab.engine.logits import check_params
-from perflab.engine.scheduler import Plan, Scheduler, StepResult
+from perflab.engine.plan import Plan, StepResult
+from perflab.engine.scheduler import Scheduler
 from perflab.engine.sequence import Sequence
 from perflab.errors import EngineStopped, Rejected
 from perflab.models.runner import HFRunner

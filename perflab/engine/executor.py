@@ -17,8 +17,8 @@ from perflab.config import Attention, EngineConfig
 from perflab.engine.attention import StepAttention
 from perflab.engine.batch import Batch, build_batch
 from perflab.engine.kv_tensors import KVTensors
+from perflab.engine.plan import Plan, StepResult
 from perflab.engine.sampler import prompt_logprobs, sample
-from perflab.engine.scheduler import Plan, StepResult
 from perflab.errors import StepFailed
 from perflab.models.runner import HFRunner
 

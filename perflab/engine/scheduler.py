@@ -13,56 +13,19 @@ from __future__ import annotations
 import heapq
 from bisect import insort
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
 from perflab.config import EngineConfig
 from perflab.engine.kv import NoKV, PagedKV
 from perflab.engine.limits import StepLimits
+from perflab.engine.plan import Plan, StepResult
 from perflab.engine.queue import WaitingQueue, batch_gate, order_policy
 from perflab.engine.sequence import Sequence
 from perflab.errors import DeadlineExceeded, Rejected
-from perflab.types import OUTCOME_OF, FinishReason, Span, TokenEvent, TokenLogprob
+from perflab.types import OUTCOME_OF, FinishReason, Span, TokenEvent
 
 _KEY = attrgetter("key")
-
-
-@dataclass(slots=True)
-class Plan:
-    """The rows of one step: `seqs[i]` computes its next `counts[i]` tokens, from its counter on.
-
-    `samples[i]` says whether these reach the newest token, so that a new one follows.
-    """
-
-    seqs: list[Sequence] = field(default_factory=list)
-    counts: list[int] = field(default_factory=list)
-    samples: list[bool] = field(default_factory=list)
-    prefill_tokens: int = 0
-    preempted: int = 0
-
-    def part(self, start: int, end: int) -> Plan:
-        return Plan(self.seqs[start:end], self.counts[start:end], self.samples[start:end])
-
-
-@dataclass(slots=True)
-class StepResult:
-    """What an executor returns, row by row of its plan; no logits.
-
-    `token_ids[i]`: new tokens of row i, empty where it did not sample. `deferred` rows were not
-    computed for want of memory and come again; `errors` rows failed and say why. Log-probabilities of
-    a prompt come with the position of the first one.
-    """
-
-    token_ids: list[list[int]]
-    logprobs: dict[int, list[TokenLogprob]] = field(default_factory=dict)
-    prompt_logprobs: dict[int, tuple[int, list[TokenLogprob]]] = field(default_factory=dict)
-    errors: dict[int, Exception] = field(default_factory=dict)
-    deferred: set[int] = field(default_factory=set)
-    out_of_memory: bool = False
-    batched_ns: int = 0
-    forwarded_ns: int = 0
-    sampled_ns: int = 0
 
 
 class Scheduler:
