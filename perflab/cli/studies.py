@@ -154,6 +154,7 @@ def _told() -> Iterator[Callable[[StudyProgress], None]]:
         console=console,
         disable=not console.is_terminal,
         transient=True,
+        refresh_per_second=2,  # it draws while a run is measured
     )
     task = bar.add_task("", total=1.0, left="")
 
