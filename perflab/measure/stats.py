@@ -32,6 +32,13 @@ class Estimate:
         """Whether both ends of the interval could be had from the samples."""
         return self.low is not None and self.high is not None
 
+    @property
+    def arms(self) -> tuple[float | None, float | None]:
+        """Lengths of the interval below and above the value, for error bars; None where it is open."""
+        if self.value is None or self.low is None or self.high is None:
+            return None, None
+        return self.value - self.low, self.high - self.value
+
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
@@ -158,6 +165,7 @@ def bootstrap(
     if len(arrays) < 5:
         return Estimate(value, n=pooled.size, confidence=confidence)
     rng = np.random.default_rng(seed)
+    draws = max(100, min(draws, 20_000_000 // pooled.size))  # millions of gaps need fewer to settle
     picks = rng.integers(0, len(arrays), size=(draws, len(arrays)))
     values = [float(statistic(np.concatenate([arrays[i] for i in pick]))) for pick in picks]
     tail = (1 - confidence) / 2

@@ -40,11 +40,7 @@ def ladder(summaries: Sequence[Summary]) -> go.Figure:
     the rung below."""
     names = [s.name for s in summaries]
     ratios = [1.0, *(s.first.ratio.value if s.first else None for s in summaries[1:])]
-    ups, downs = [], []
-    for s, ratio in zip(summaries, ratios, strict=True):
-        bounds = s.first.ratio if s.first else None
-        ups.append((bounds.high or 0) - (ratio or 0) if bounds and bounds.high and ratio else 0)
-        downs.append((ratio or 0) - (bounds.low or 0) if bounds and bounds.low and ratio else 0)
+    arms = [s.first.ratio.arms if s.first else (None, None) for s in summaries]
     highest = max((r for r in ratios if r and math.isfinite(r)), default=1.0)
     reach = 1.25 * highest
     figure = go.Figure(
@@ -56,8 +52,8 @@ def ladder(summaries: Sequence[Summary]) -> go.Figure:
             error_x={
                 "type": "data",
                 "symmetric": False,
-                "array": [min(u, 10 * reach) for u in ups],
-                "arrayminus": downs,
+                "array": [None if up is None else min(up, 10 * reach) for _, up in arms],
+                "arrayminus": [down for down, _ in arms],
                 "color": "#51607a",
                 "thickness": 1.3,
                 "width": 4,
@@ -287,8 +283,7 @@ def speed_and_quality(summaries: Sequence[Summary]) -> go.Figure:
     )
     top1 = [Estimate(**s.quality["top1"]) if s.quality else Estimate(None) for s in summaries]
     for column, found in ((2, top1), (3, [s.greedy for s in summaries])):
-        ups = [100 * ((e.high or 0) - e.value) if e.value is not None and e.bounded else 0.0 for e in found]
-        downs = [100 * (e.value - (e.low or 0)) if e.value is not None and e.bounded else 0.0 for e in found]
+        arms = [[None if arm is None else 100 * arm for arm in e.arms] for e in found]
         figure.add_trace(
             go.Scatter(
                 y=names,
@@ -297,8 +292,8 @@ def speed_and_quality(summaries: Sequence[Summary]) -> go.Figure:
                 marker={"size": 10, "color": ACCENT},
                 error_x={
                     "symmetric": False,
-                    "array": ups,
-                    "arrayminus": downs,
+                    "array": [up for _, up in arms],
+                    "arrayminus": [down for down, _ in arms],
                     "color": "#9bb4e8",
                     "width": 4,
                 },
@@ -307,7 +302,7 @@ def speed_and_quality(summaries: Sequence[Summary]) -> go.Figure:
             row=1,
             col=column,
         )
-        lows = [100 * e.value - down for e, down in zip(found, downs, strict=True) if e.value is not None]
+        lows = [100 * (e.value - (e.arms[0] or 0.0)) for e in found if e.value is not None]
         least = min(95.0, min(lows, default=95.0) - 2.0)
         figure.update_xaxes(range=[max(-2.0, least), 100 + 0.06 * (100 - max(0.0, least))], row=1, col=column)
     style(figure, rows_height(len(names)), showlegend=False, margin={"l": 10, "r": 24, "t": 40, "b": 30})
