@@ -146,19 +146,18 @@ def check(cell: Cell, reference: Reference, tight_blocks: int, seats: int) -> Ve
 
 
 def _round(engine: Engine, reference: Reference, done: Sequence[int]) -> Iterator[tuple[int, list[int]]]:
-    """The unfinished prompts, from where each stands; two turns, so that a prefix cache is hit."""
+    """The unfinished prompts, from where each stands; a first turn of one token fills the prefix cache."""
     open_prompts = [number for number, compared in enumerate(done) if compared < reference.count]
-    for _turn in range(2):
-        tokens: dict[str, list[int]] = {}
+    tokens: dict[str, list[int]] = {}
+    for warm_up in (True, False) if engine.config.prefix_cache else (False,):
+        tokens = {}
         for number in open_prompts:
-            left = reference.count - done[number]
+            left = 1 if warm_up else reference.count - done[number]
             prompt = [*reference.prompts[number], *reference.answers[number][: done[number]]]
             engine.submit(Request(str(number), prompt, SamplingParams(max_tokens=left, min_tokens=left)))
         while engine.has_work:
             for event in engine.step():
                 tokens.setdefault(event.request_id, []).extend(event.token_ids)
-        if not engine.config.prefix_cache:
-            break
     yield from ((number, tokens[str(number)]) for number in open_prompts)
 
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import random
+import tracemalloc
+from collections import deque
 
+import numpy as np
 import pytest
 import torch
 from fake_model import alone, assert_empty, fake_engine, request
@@ -107,6 +110,37 @@ async def test_a_thousand_disconnects_at_random_moments_leave_nothing() -> None:
         assert engine.num_streams == 0
     assert_empty(engine.engine)
     assert len(engine.engine.records) == 50
+
+
+def leaked_bytes_per_request(engine: Engine, leak: list[bytes] | None = None) -> tuple[float, float]:
+    """Slope of Python's own memory over a thousand aborted requests, and its standard error."""
+    sizes: list[int] = []
+    engine.executor.plans = deque(maxlen=10)
+    tracemalloc.start()
+    try:
+        for number in range(1200):
+            engine.submit(request(str(number), [number % 7 + 1] * 9, params=endless()))
+            for _ in range(number % 5):
+                engine.step()
+            engine.cancel(str(number))
+            engine.step()
+            if leak is not None:
+                leak.append(bytes(300))
+            if number >= 200 and number % 20 == 0:  # after the bounded records are full
+                sizes.append(tracemalloc.get_traced_memory()[0])
+    finally:
+        tracemalloc.stop()
+    x = np.arange(len(sizes)) * 20.0
+    (slope, _), covariance = np.polyfit(x, sizes, 1, cov=True)
+    return float(slope), float(covariance[0, 0] ** 0.5)
+
+
+def test_a_thousand_aborts_leak_nothing_and_a_planted_leak_is_found() -> None:
+    slope, error = leaked_bytes_per_request(wall_engine(keep_records=50))
+    assert slope - 3 * error <= 0
+    assert slope + 3 * error < 100
+    slope, error = leaked_bytes_per_request(wall_engine(keep_records=50), leak=[])
+    assert slope - 3 * error > 200
 
 
 async def test_a_deadline_ends_a_stream_with_what_it_had() -> None:
