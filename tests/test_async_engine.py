@@ -114,7 +114,7 @@ async def test_a_thousand_disconnects_at_random_moments_leave_nothing() -> None:
 
 def leaked_bytes_per_request(engine: Engine, leak: list[bytes] | None = None) -> tuple[float, float]:
     """Slope of Python's own memory over a thousand aborted requests, and its standard error."""
-    sizes: list[int] = []
+    sizes, taken = np.zeros(50), 0  # made before, or the measurement itself would grow
     engine.executor.plans = deque(maxlen=10)
     tracemalloc.start()
     try:
@@ -127,7 +127,8 @@ def leaked_bytes_per_request(engine: Engine, leak: list[bytes] | None = None) ->
             if leak is not None:
                 leak.append(bytes(300))
             if number >= 200 and number % 20 == 0:  # after the bounded records are full
-                sizes.append(tracemalloc.get_traced_memory()[0])
+                sizes[taken] = tracemalloc.get_traced_memory()[0]
+                taken += 1
     finally:
         tracemalloc.stop()
     x = np.arange(len(sizes)) * 20.0
@@ -137,8 +138,7 @@ def leaked_bytes_per_request(engine: Engine, leak: list[bytes] | None = None) ->
 
 def test_a_thousand_aborts_leak_nothing_and_a_planted_leak_is_found() -> None:
     slope, error = leaked_bytes_per_request(wall_engine(keep_records=50))
-    assert slope - 3 * error <= 0
-    assert slope + 3 * error < 100
+    assert abs(slope) + 3 * error < 10
     slope, error = leaked_bytes_per_request(wall_engine(keep_records=50), leak=[])
     assert slope - 3 * error > 200
 
