@@ -215,6 +215,42 @@ def test_an_interrupted_study_ends_with_130_and_reports_what_it_has(
     assert len(calls) == 5  # two done, one interrupted, the two that were left
 
 
+def test_interrupted_before_the_first_run_ends_with_130_too(
+    run: Run, small_study: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("perflab.studies.session.Session.measure", interrupted)
+    code, out, err = run("study", "--file", str(small_study))
+    assert code == 130
+    assert out == ""
+    assert "nothing to report" in err
+
+
+def test_options_override_what_the_file_says(
+    run: Run, small_study: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+
+    def remember(study: Any, *args: Any, **kwargs: Any) -> Any:
+        seen.append(study)
+        raise ModelError("that will do")
+
+    monkeypatch.setattr("perflab.studies.study.run_study", remember)
+    given = ("--model", "other", "--minutes", "0.5", "--device", "cpu", "--trust-remote-code")
+    assert run("study", "--file", str(small_study), *given)[0] == 1
+    assert run("study", "--file", str(small_study))[0] == 1
+    told, plain = seen
+    assert (told.model, told.time_budget_s, told.device, told.trust_remote_code) == ("other", 30, "cpu", True)
+    assert (plain.model, plain.time_budget_s, plain.device, plain.trust_remote_code) == (
+        "tiny",
+        20,
+        "auto",
+        False,
+    )
+
+
 def test_a_report_of_nothing_says_so(run: Run, tmp_path: Path) -> None:
     code, out, err = run("report", str(tmp_path))
     assert code == 1

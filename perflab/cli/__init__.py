@@ -23,7 +23,9 @@ from rich.table import Table
 from rich.text import Text
 
 from perflab.cli import show, studies
+from perflab.cli.options import DEVICE, MODEL, TRUST_CODE
 from perflab.errors import PerflabError
+from perflab.models.assets import NAME as EMBEDDED
 
 if TYPE_CHECKING:
     from perflab.models.loaded import LoadedModel
@@ -41,17 +43,6 @@ model_app = typer.Typer(no_args_is_help=True, help="The embedded model: fetch it
 app.add_typer(model_app, name="model")
 app.command()(studies.study)
 app.command()(studies.report)
-
-Model = Annotated[
-    str,
-    typer.Option("--model", "-m", help="The embedded model's name, a hub id, a directory or a GGUF file."),
-]
-Dtype = Annotated[str, typer.Option(help="Weights and activations: auto, float32, bfloat16 or float16.")]
-Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
-TrustCode = Annotated[
-    bool,
-    typer.Option("--trust-remote-code", help="Run Python code that comes with the model. Off by default."),
-]
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -135,9 +126,11 @@ def model_path() -> None:
 @app.command()
 def generate(
     prompt: Annotated[str, typer.Argument(help="What to ask; - reads it from standard input.")],
-    model: Model = studies.EMBEDDED,
-    dtype: Dtype = "auto",
-    device: Device = "auto",
+    model: Annotated[str, MODEL] = EMBEDDED,
+    dtype: Annotated[
+        str, typer.Option(help="Weights and activations: auto, float32, bfloat16 or float16.")
+    ] = "auto",
+    device: Annotated[str, DEVICE] = "auto",
     max_tokens: Annotated[int | None, typer.Option(help="Longest answer, in tokens.")] = None,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy; default: the model's own.")] = None,
     top_p: Annotated[float | None, typer.Option(help="Nucleus; 1 keeps every token.")] = None,
@@ -147,7 +140,7 @@ def generate(
     raw: Annotated[
         bool, typer.Option("--raw", help="Continue the text as it is, without chat template.")
     ] = False,
-    trust_remote_code: TrustCode = False,
+    trust_remote_code: Annotated[bool, TRUST_CODE] = False,
 ) -> None:
     """Stream one completion; then say how fast it came.
 

@@ -20,7 +20,9 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from perflab.cli.options import DEVICE, MODEL, TRUST_CODE
 from perflab.errors import PerflabError
+from perflab.models.assets import NAME as EMBEDDED
 
 if TYPE_CHECKING:
     from perflab.measure.stats import Comparison
@@ -29,16 +31,10 @@ if TYPE_CHECKING:
     from perflab.studies.study import Study
 
 RUNS = Path("runs")
-EMBEDDED = "smollm2-135m"
 
 
 def study(
-    model: Annotated[
-        str | None,
-        typer.Option(
-            "--model", "-m", help="The embedded model's name, a hub id, a directory or a GGUF file."
-        ),
-    ] = None,
+    model: Annotated[str | None, MODEL] = None,
     file: Annotated[
         Path | None, typer.Option("--file", "-f", help="A study of your own, in YAML, instead of the ladder.")
     ] = None,
@@ -49,7 +45,8 @@ def study(
         bool,
         typer.Option("--resume/--fresh", help="Go on where it stopped, or delete its runs and begin anew."),
     ] = True,
-    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
+    device: Annotated[str | None, DEVICE] = None,
+    trust_remote_code: Annotated[bool, TRUST_CODE] = False,
 ) -> None:
     """Measure a model rung by rung and write report.html.
 
@@ -57,7 +54,7 @@ def study(
 
     Example: [bold]perflab study --quick[/bold]
     """
-    chosen = _chosen(model, file, quick, minutes, device)
+    chosen = _chosen(model, file, quick, minutes, device, trust_remote_code)
     folder = out or default_folder(chosen)
     if not resume:
         _delete(folder)
@@ -69,7 +66,8 @@ def study(
     with _told() as tell:
         result = run_study(chosen, folder, progress=tell)
     if not result.runs:
-        raise PerflabError(result.message or "the study stopped before a run was finished: nothing to report")
+        Console(stderr=True).print("stopped before a run was finished: there is nothing to report")
+        raise typer.Exit(130)
     report = write_report([folder], folder / "report.html")
     Console().print(summary_table(analyse([folder])))
     for name, why in result.failures.items():
@@ -99,24 +97,29 @@ def report(
 
 
 def _chosen(
-    model: str | None, file: Path | None, quick: bool, minutes: float | None, device: str | None
+    model: str | None, file: Path | None, quick: bool, minutes: float | None, device: str | None, trust: bool
 ) -> Study:
     """The study that the options name. Raises BadParameter where two of them contradict each other."""
     if file is not None and quick:
         raise typer.BadParameter(
             "a study of your own has its own length: use --minutes", param_hint="--quick"
         )
-    console = Console(stderr=True)
-    with console.status("looking at this machine"):
+    with Console(stderr=True).status("looking at this machine"):
         from perflab.studies.ladder import default_study
         from perflab.studies.study import load_study_file
 
-        if file is not None:
-            chosen = load_study_file(file)
-            chosen = replace(chosen, model=model or chosen.model, device=device or chosen.device)
-        else:
-            chosen = default_study(model or EMBEDDED, quick, device=device or "auto")
-    return replace(chosen, time_budget_s=minutes * 60) if minutes else chosen
+        chosen = (
+            load_study_file(file)
+            if file
+            else default_study(model or EMBEDDED, quick, device=device or "auto")
+        )
+    return replace(
+        chosen,
+        model=model or chosen.model,
+        device=device or chosen.device,
+        trust_remote_code=trust or chosen.trust_remote_code,
+        time_budget_s=minutes * 60 if minutes else chosen.time_budget_s,
+    )
 
 
 def default_folder(study: Study) -> Path:
