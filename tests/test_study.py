@@ -211,6 +211,8 @@ def test_time_decides_rounds_and_size():
     assert plan.rounds_for(costs, 1000, 3, 6) == {"slow": 6, "a": 6, "b": 6}
     assert plan.rounds_for(costs, 41, 3, 6) == {"slow": 3, "a": 5, "b": 5}
     assert plan.rounds_for(costs, 25, 3, 6) == {"slow": 2, "a": 2, "b": 2}
+    assert plan.fewest_in_overtime(costs, {"slow": 2, "a": 1, "b": 1}, 5.0) == 2
+    assert plan.fewest_in_overtime(costs, {"slow": 1, "a": 1, "b": 1}, 5.0) == 1
     whole = synthetic(requests=12, output_tokens=(24,))
     pace = plan.Pace(0.1, 0.1)
     assert plan.fit_workload(whole, pace, 3.0, 3, 1e6) == (whole, 3)

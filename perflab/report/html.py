@@ -201,7 +201,9 @@ def manifest(analysis: Analysis) -> list[tuple[str, list[tuple[str, str]]]]:
     """What every run shares, then what each variant's engine was set to."""
     first = analysis.runs[0].manifest
     shared: dict[str, Any] = {
-        key: first[key] for key in ("model", "workload", "slo", "seed", "machine") if key in first
+        key: first[key]
+        for key in ("model", "workload", "slo", "seed", "machine", "environment")
+        if key in first
     }
     groups = [("shared by all runs", tables.flat(shared))]
     base = first.get("engine", {})

@@ -5,6 +5,7 @@ Owns which facts are written down. Prompts, outputs, paths and keys are not amon
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict, fields
 from datetime import UTC, datetime
 from typing import Any
@@ -16,6 +17,10 @@ from perflab.measure.metrics import SLO
 from perflab.measure.validity import LATE_LIMIT_S, Expected, Noise, judge
 from perflab.models import machine
 from perflab.studies.define import Study, Variant
+
+
+THREADING = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "OMP_PROC_BIND", "GOMP_SPINCOUNT", "MKL_NUM_THREADS")
+"""Environment variables that change how fast a CPU run is."""
 
 
 def describe_run(
@@ -72,6 +77,7 @@ def describe_run(
         "noise": asdict(noise),
         "validity": {"reasons": [list(reason) for reason in verdict.reasons], "notes": list(verdict.notes)},
         "machine": machine.manifest(),
+        "environment": {name: os.environ[name] for name in THREADING if name in os.environ},
     }
 
 

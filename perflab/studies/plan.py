@@ -17,7 +17,10 @@ RUNS_SHARE = 0.9
 quality and what the first estimate did not see."""
 
 OVERTIME = 1.4
-"""Past this multiple of its time budget a study asks for one round of each variant only."""
+"""Past this multiple of its time budget a study begins no further round, unless a last one that makes
+pairs of runs fits into `LAST_ROUND` of the budget."""
+
+LAST_ROUND = 0.4
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +59,12 @@ def fit_workload(
     while seconds(chosen, repeats) > allowed and repeats > 2:
         repeats -= 1
     return chosen, repeats
+
+
+def fewest_in_overtime(costs_s: Mapping[str, float], done: Mapping[str, int], budget_s: float) -> int:
+    """Rounds that each variant must still reach when time is over: two if that is cheap, else one."""
+    missing = sum(cost * max(0, 2 - done.get(name, 0)) for name, cost in costs_s.items())
+    return 2 if missing <= LAST_ROUND * budget_s else 1
 
 
 def rounds_for(costs_s: Mapping[str, float], left_s: float, fewest: int, most: int) -> dict[str, int]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -197,7 +198,8 @@ class Session:
         spent = sum(self.done.values())
         costs = {v.name: self.cost(v.name) for v in self.variants()}
         if now > plan.OVERTIME * self.study.time_budget_s:
-            fewest = 1
+            done = Counter(name for name, _ in self.done)
+            fewest = min(fewest, plan.fewest_in_overtime(costs, done, self.study.time_budget_s))
         rounds = plan.rounds_for(costs, self.study.time_budget_s - now + spent, fewest, self.study.repeats)
         left = {name: sum((name, i) not in self.done for i in range(rounds[name])) for name in costs}
         return {name: number for name, number in left.items() if number}
