@@ -18,7 +18,6 @@ from perflab.measure.validity import LATE_LIMIT_S, Expected, Noise, judge
 from perflab.models import machine
 from perflab.studies.define import Study, Variant
 
-
 THREADING = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "OMP_PROC_BIND", "GOMP_SPINCOUNT", "MKL_NUM_THREADS")
 """Environment variables that change how fast a CPU run is."""
 
