@@ -59,19 +59,21 @@ GUESS = lessons.Prediction("How many times?", 3.0, "×")
 
 
 @pytest.mark.parametrize(
-    ("measured", "agrees", "words"),
+    ("measured", "answer", "words"),
     [
-        (Estimate(3.2, 2.9, 3.5, 3), True, "holds"),
-        (Estimate(3.2, None, None, 1), True, "without an interval"),
-        (Estimate(5.0, 4.0, 6.0, 3), False, "too low"),
-        (Estimate(5.0, 2.0, 8.0, 3), True, "holds"),
-        (Estimate(1.5, 1.4, 1.6, 3), False, "too high"),
-        (Estimate(None), False, "Nothing was measured"),
+        (Estimate(3.2, 2.9, 3.5, 3), "holds", "holds"),
+        (Estimate(3.2, 3.15, 3.25, 3), "holds", "holds"),
+        (Estimate(3.2, None, None, 1), "holds", "without an interval"),
+        (Estimate(9.0, None, None, 1), "too low", "without an interval"),
+        (Estimate(5.0, 4.0, 6.0, 3), "too low", "was too low"),
+        (Estimate(5.0, 2.0, 8.0, 3), "cannot tell", "so does much else"),
+        (Estimate(1.5, 1.4, 1.6, 3), "too high", "was too high"),
+        (Estimate(None), "cannot tell", "Nothing was measured"),
     ],
 )
-def test_judging_a_prediction(measured: Estimate, agrees: bool, words: str) -> None:
+def test_judging_a_prediction(measured: Estimate, answer: str, words: str) -> None:
     verdict = lessons.judge(GUESS, measured)
-    assert verdict.agrees == agrees
+    assert verdict.answer == answer
     assert words in verdict.text
 
 

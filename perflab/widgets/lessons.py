@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from perflab.config import EngineConfig
 from perflab.load.run import RunRecords, run_load
@@ -34,33 +34,37 @@ class Prediction:
     unit: str = ""
 
 
+Answer = Literal["holds", "too low", "too high", "cannot tell"]
+
+
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """Whether a prediction agreed with the measurement, and the sentence that says so."""
 
-    agrees: bool
+    answer: Answer
     text: str
 
 
 def judge(prediction: Prediction, measured: stats.Estimate, tolerance: float = 0.1) -> Verdict:
-    """A prediction agrees within the measured interval, or within `tolerance` of the value.
+    """A prediction holds within `tolerance` of the measured value, and is off outside its interval.
 
-    Without an interval (one run) only the tolerance counts, and the sentence says so.
+    In between the answer is `cannot tell`: an interval so wide proves nothing. Without an interval
+    (one run) only the tolerance counts, and the sentence says so.
     """
     if measured.value is None:
-        return Verdict(False, "Nothing was measured, so nothing can be said about the prediction.")
+        return Verdict("cannot tell", "Nothing was measured, so nothing can be said about the prediction.")
     unit, guess, value = prediction.unit, prediction.value, measured.value
-    low, high = (1 - tolerance) * value, (1 + tolerance) * value
-    shown = f"measured {value:.3g}{unit}"
-    if measured.low is not None and measured.high is not None:
-        low, high = min(low, measured.low), max(high, measured.high)
+    mine, shown = f"Your prediction of {guess:.3g}{unit}", f"measured {value:.3g}{unit}"
+    if measured.bounded:
         shown += f" ({measured.confidence:.0%} interval {measured.low:.3g} to {measured.high:.3g})"
     else:
         shown += " (one run, so without an interval)"
-    if low <= guess <= high:
-        return Verdict(True, f"Your prediction of {guess:.3g}{unit} holds: {shown}.")
-    side = "low" if guess < value else "high"
-    return Verdict(False, f"Your prediction of {guess:.3g}{unit} was too {side}: {shown}.")
+    if abs(guess - value) <= tolerance * abs(value):
+        return Verdict("holds", f"{mine} holds: {shown}.")
+    if measured.low is not None and measured.high is not None and measured.low <= guess <= measured.high:
+        return Verdict("cannot tell", f"{mine} lies in the interval, but so does much else: {shown}.")
+    answer: Answer = "too low" if guess < value else "too high"
+    return Verdict(answer, f"{mine} was {answer}: {shown}.")
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,7 +79,8 @@ def predict(question: str, low: float, high: float, start: float, step: float = 
 def verdict(guess: Guess, measured: Estimate) -> None:
     """What the measurement says of the prediction."""
     found = lessons.judge(guess.prediction, measured)
-    mark, colour = ("✓", look.GOOD) if found.agrees else ("✗", look.BAD)
+    marks = {"holds": ("✓", look.GOOD), "cannot tell": ("?", look.UNSURE)}
+    mark, colour = marks.get(found.answer, ("✗", look.BAD))
     question = html.escape(guess.prediction.question)
     display(_html(_card(f"{question}<br><b>{mark}</b> {html.escape(found.text)}", colour)))
 
