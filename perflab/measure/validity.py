@@ -15,7 +15,7 @@ from pathlib import Path
 from perflab.measure import metrics
 from perflab.types import RequestRecord
 
-NOISE_LIMIT = 0.25
+NOISE_LIMIT = 0.15
 """Share of the usable cores that other processes may take before a run is too noisy."""
 
 MIN_COMPLETED = 5

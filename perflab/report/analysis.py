@@ -220,11 +220,20 @@ def headline(analysis: Analysis) -> Headline:
     reasons = sorted({c.reason for c in answers if c.answer == "cannot tell" and c.reason})
     ratios = [c.ratio.value for c in answers if c.ratio.value is not None and math.isfinite(c.ratio.value)]
     seen = f" The highest ratio seen, unproven, is {units.times(max(ratios))}." if ratios else ""
+    if steps := takeaway_steps(analysis):
+        names = ", ".join(f"“{s.name}” {units.times(c.ratio.value)}" for s, c in steps)
+        title = f"{len(steps)} of {len(answers)} steps are proven, the total is not"
+        return Headline(title, f"Against the rung below: {names}. {why_not(reasons)}{seen}", "unsure")
     spoilt = any(not run.valid for run in analysis.runs)
     title = "Cannot tell: too few valid runs" if spoilt else "Cannot tell: no variant is proven faster"
+    return Headline(title, f"{why_not(reasons)}{seen}", "unsure")
+
+
+def why_not(reasons: Sequence[str]) -> str:
+    """The reasons of comparisons that cannot tell, as sentences."""
     why = "; ".join(reasons[:2]) or "no two runs could be paired"
     advice = " Run it again on a quiet machine." if "noisy" in why else ""
-    return Headline(title, f"{why[0].upper()}{why[1:]}.{seen}{advice}", "unsure")
+    return f"{why[0].upper()}{why[1:]}.{advice}"
 
 
 def takeaway_steps(analysis: Analysis) -> list[tuple[Summary, stats.Comparison]]:

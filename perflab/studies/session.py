@@ -205,9 +205,9 @@ class Session:
         return {name: number for name, number in left.items() if number}
 
     def cost(self, name: str) -> float:
-        """Seconds of one run of a variant: the mean of those done, else the estimate."""
-        known = [seconds for (variant, _), seconds in self.done.items() if variant == name]
-        return sum(known) / len(known) if known else self.costs[name]
+        """Seconds of one run of a variant: the least of those done (the first also packs weights and
+        scores quality), else the estimate."""
+        return min((s for (variant, _), s in self.done.items() if variant == name), default=self.costs[name])
 
     def left_s(self, workload: Workload, fewest: int) -> float:
         return sum(self.cost(name) * number for name, number in self._left(workload, fewest).items())
