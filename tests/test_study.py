@@ -382,3 +382,21 @@ def test_a_wrong_study_file_names_what_is_wrong(tmp_path, change, named):
     (tmp_path / "s.yaml").write_text(YAML.replace(*change))
     with pytest.raises((WorkloadError, ConfigError), match=named):
         load_study_file(tmp_path / "s.yaml")
+
+
+def test_a_busy_moment_during_the_pilot_does_not_shrink_the_study(tmp_path):
+    def stalls_once(model, config):
+        return FakeEngine(model, config, step_ms=lambda config, index: 60_000.0 if index == 2 else 10.0)
+
+    run(study(repeats=1, min_repeats=1), tmp_path / "s", stalls_once)
+    kept = store.read_json(tmp_path / "s" / "plan.json")
+    assert (kept["requests"], kept["max_tokens"]) == (6, 8)
+
+
+def test_a_slow_model_gets_less_work_and_the_manifest_says_so(tmp_path):
+    def slow(model, config):
+        return FakeEngine(model, config, step_ms=lambda config, index: 2_000.0)
+
+    result = run(study(repeats=1, min_repeats=1, time_budget_s=100.0), tmp_path / "s", slow)
+    assert result.runs[0].manifest["workload"]["requests"] == 5
+    assert "cut to 5 requests" in result.runs[0].manifest["workload"]["description"]

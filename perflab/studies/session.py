@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,9 +19,10 @@ import torch
 
 from perflab.clock import WallClock
 from perflab.config import EngineConfig
-from perflab.errors import PerflabError, StoreError
+from perflab.errors import PerflabError, StoreError, WorkloadError
 from perflab.load.run import RunRecords, run_load
 from perflab.load.workloads import PromptEncoder, Synthetic, TimedRequest, Workload
+from perflab.measure import metrics
 from perflab.measure.validity import NoiseSampler
 from perflab.studies import plan, quality, store
 from perflab.studies.define import Study, Variant
@@ -140,8 +142,7 @@ class Session:
         if not kept.exists():
             self.say("pilot", f"Pilot of {first.name}")
             with self.engine(first) as engine:
-                seconds = [self._pilot(engine, encoder, tokens) for tokens in (1, 5)]
-            pace = plan.Pace(seconds[0], max(0.0, seconds[1] - seconds[0]) / 4)
+                pace = self._pilot(engine, encoder)
             left = self.study.time_budget_s - (time.perf_counter() - self.began)
             total = sum(v.relative_cost for v in self.study.variants)
             fitted, fewest = plan.fit_workload(full, pace, total, self.study.min_repeats, left)
@@ -158,19 +159,28 @@ class Session:
             )
         held = store.read_json(kept)
         chosen = full.first(held["requests"], held["max_tokens"] or None)
+        if chosen.requests != full.requests:
+            cut = f"cut to {held['requests']} requests and {held['max_tokens']} output tokens to fit the time"
+            chosen = replace(chosen, description=f"{full.description}; {cut}".removeprefix("; "))
         estimate = plan.Pace(held["first_token_s"], held["next_token_s"]).estimate_s(chosen)
         self.costs = {v.name: estimate * v.relative_cost for v in self.study.variants}
         return chosen, held["min_repeats"]
 
-    def _pilot(self, engine: Any, encoder: PromptEncoder, tokens: int) -> float:
-        """Seconds of one request of the workload's first prompts, with `tokens` out; the faster of two."""
-        times = []
-        for i, request in enumerate(self.study.workload.requests[:2]):
-            params = SamplingParams(max_tokens=tokens, ignore_eos=True)
-            one = TimedRequest(f"pilot-{tokens}-{i}", request.prompt, params)
-            records = drive(engine, Workload("pilot", (one,)), encoder)
-            times.append((records.ended_ns - records.started_ns) / 1e9)
-        return min(times)
+    def _pilot(self, engine: Any, encoder: PromptEncoder) -> plan.Pace:
+        """The pace of the first prompts, alone: the fastest of what is seen, so that a busy moment of
+        the machine does not make the whole study smaller."""
+        params = SamplingParams(max_tokens=6, ignore_eos=True)
+        seen = []
+        for i, request in enumerate(self.study.workload.requests[:3]):
+            one = TimedRequest(f"pilot-{i}", request.prompt, params)
+            seen += drive(engine, Workload("pilot", (one,)), encoder).requests
+        firsts = [value for r in seen if (value := metrics.ttft_s(r)) is not None]
+        gaps = [gap for r in seen for gap in metrics.itl_s(r)]
+        if not firsts:
+            raise WorkloadError(
+                f"the first requests of {self.study.workload.name!r} brought no token: {seen[0].error}"
+            )
+        return plan.Pace(min(firsts), min(gaps, default=0.0))
 
     def make_reference(self, workload: Workload) -> None:
         """Greedy outputs and logits of the fp32 reference, each prompt alone."""
