@@ -45,13 +45,17 @@ def _with_sum(values: Sequence[float], total: int) -> list[int]:
 
 
 def interleave(
-    runs: Mapping[str, Callable[[], float]], repeats: int, warm_up: int = 1
+    runs: Mapping[str, Callable[[], float]],
+    repeats: int,
+    warm_up: Mapping[str, Callable[[], object]] | None = None,
 ) -> dict[str, list[float]]:
-    """Each of `runs` in turn, `repeats` times; the order alternates so that drift cancels."""
+    """Each of `runs` in turn, `repeats` times; the order alternates so that drift cancels.
+
+    `warm_up` may hold a shorter first run for some of them; the others warm up with a whole one.
+    """
     names = list(runs)
-    for _ in range(warm_up):
-        for name in names:
-            runs[name]()
+    for name in names:
+        (warm_up or {}).get(name, runs[name])()
     values: dict[str, list[float]] = {name: [] for name in names}
     for repeat in range(repeats):
         for name in names if repeat % 2 == 0 else reversed(names):
