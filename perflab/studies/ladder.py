@@ -33,33 +33,33 @@ BASE: dict[str, Any] = {
 
 RUNGS: tuple[tuple[str, dict[str, Any], str, float], ...] = (
     ("no cache, batch 1", {}, "every token recomputes its whole sequence, one request at a time", 1.0),
-    ("KV cache", {"kv_cache": True}, "keys and values of earlier tokens are kept", 0.5),
+    ("KV cache", {"kv_cache": True}, "keys and values of earlier tokens are kept", 0.4),
     (
         "dynamic batching",
         {"max_num_seqs": 6, "batching": "dynamic", "batch_timeout_s": 0.02},
         "up to six requests together; nobody joins until all have left",
-        0.3,
+        0.18,
     ),
     (
         "continuous batching",
         {"batching": "continuous"},
         "a request joins as soon as another one leaves",
-        0.3,
+        0.18,
     ),
     (
         "batched attention",
         {"attention": "batched"},
         "attention of all rows of a step in one call instead of one per request",
-        0.25,
+        0.17,
     ),
-    ("packed weights", {"packed_linears": True}, "weight matrices laid out for this processor, fused", 0.2),
+    ("packed weights", {"packed_linears": True}, "weight matrices laid out for this processor", 0.1),
     (
         "chunked prefill",
         {"chunked_prefill": True, "max_num_batched_tokens": 64},
         "at most 64 tokens a step: a long prompt no longer holds up running requests",
-        0.2,
+        0.12,
     ),
-    ("prefix cache", {"prefix_cache": True}, "prompts that start alike share what was computed", 0.18),
+    ("prefix cache", {"prefix_cache": True}, "prompts that start alike share what was computed", 0.1),
 )
 """(name, switches on top of the rung below, what it does, guessed cost relative to the first)."""
 
