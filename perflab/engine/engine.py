@@ -54,8 +54,9 @@ class ServedModel(Protocol):
 class Engine:
     """Serves requests of one model, one step at a time.
 
-    Without an `executor` the model is a `LoadedModel` and runs in this process. With one, `config`
-    must be resolved (`num_blocks` and `max_model_len` set).
+    Without an `executor` the model is a `LoadedModel` and runs in this process, on a `runner` of its
+    own or one that it shares with other engines. With one, `config` must be resolved (`num_blocks`
+    and `max_model_len` set).
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class Engine:
         config: EngineConfig | None = None,
         clock: Clock | None = None,
         executor: Executor | None = None,
+        runner: HFRunner | None = None,
     ) -> None:
         self.model: ServedModel = model
         self.clock: Clock = clock or WallClock()
@@ -71,7 +73,7 @@ class Engine:
         if executor is None:
             if config.num_threads is not None:
                 torch.set_num_threads(config.num_threads)
-            runner = HFRunner(model, packed=config.packed_linears)
+            runner = runner or HFRunner(model, packed=config.packed_linears)
             config = config.resolve(
                 model_max_len=model.max_model_len,
                 kv_bytes_per_token=runner.kv_shape.bytes_per_token(runner.dtype),

@@ -189,8 +189,9 @@ def frontier(summaries: Sequence[Summary], metric: str = "E2E", q: float = 0.5) 
             x=[x for _, x, _ in points],
             y=[y for _, _, y in points],
             mode="markers+text",
-            text=[s.name for s, _, _ in points],
-            textposition=_label_places([(x, y or 0.0) for _, x, y in points]),
+            text=joint_labels([s.name for s, _, _ in points], [(x, y or 0.0) for _, x, y in points]),
+            hovertext=[s.name for s, _, _ in points],
+            textposition="top center",
             textfont={"size": 12, "color": MUTED},
             showlegend=False,
             cliponaxis=False,
@@ -199,7 +200,7 @@ def frontier(summaries: Sequence[Summary], metric: str = "E2E", q: float = 0.5) 
                 "color": [ACCENT if (x, y) in on else UNSURE for _, x, y in points],
                 "line": {"color": "#ffffff", "width": 1.5},
             },
-            hovertemplate="<b>%{text}</b><br>%{x:,.3~g} output tokens/s<br>"
+            hovertemplate="<b>%{hovertext}</b><br>%{x:,.3~g} output tokens/s<br>"
             f"{metric} p50 %{{y:,.3~g}} s<extra></extra>",
         )
     )
@@ -211,13 +212,22 @@ def frontier(summaries: Sequence[Summary], metric: str = "E2E", q: float = 0.5) 
     return figure
 
 
-def _label_places(points: Sequence[tuple[float, float]]) -> list[str]:
-    """Alternate above and below for points that are neighbours, so that names stay readable."""
-    ranked = sorted(range(len(points)), key=lambda i: points[i])
-    places = ["top center"] * len(points)
-    for turn, index in enumerate(ranked):
-        places[index] = ("top right", "bottom left")[turn % 2] if len(points) > 3 else "top center"
-    return places
+def joint_labels(names: Sequence[str], points: Sequence[tuple[float, float]]) -> list[str]:
+    """A label for each point; points too close to be told apart share one, a line for each name."""
+    width = max((x for x, _ in points), default=1.0)
+    height = max((y for _, y in points), default=1.0)
+    labels = [""] * len(points)
+    group: list[int] = []
+    for index in sorted(range(len(points)), key=lambda i: points[i]):
+        if group:
+            x, y = points[group[0]]
+            if points[index][0] - x > 0.08 * width or abs(points[index][1] - y) > 0.12 * height:
+                labels[group[-1]] = "<br>".join(names[i] for i in group)
+                group = []
+        group.append(index)
+    if group:
+        labels[group[-1]] = "<br>".join(names[i] for i in group)
+    return labels
 
 
 def pareto(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:

@@ -80,7 +80,7 @@ def where_time_goes(analysis: Analysis) -> str:
         )
     worst = max(abs(s.time.residual_s / s.time.e2e_s) for s in known if s.time and s.time.e2e_s)
     left = units.percent(worst)
-    most = left if left.startswith("below") else f"at most {left}"
+    most = left.replace("below", "less than") if "below" in left else f"at most {left}"
     return f"{'; '.join(parts)}. The spans leave {most} of E2E unexplained."
 
 

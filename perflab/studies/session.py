@@ -15,9 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 
-from perflab.clock import WallClock
 from perflab.config import EngineConfig
 from perflab.errors import PerflabError, StoreError, WorkloadError
 from perflab.load.run import RunRecords, run_load
@@ -310,21 +308,12 @@ class EngineMaker:
 
     def __call__(self, model: Any, config: EngineConfig) -> Any:
         from perflab.engine.engine import Engine
-        from perflab.engine.executor import LocalExecutor
         from perflab.models.runner import HFRunner
 
-        if config.num_threads is not None:
-            torch.set_num_threads(config.num_threads)
         key = id(model), config.packed_linears
         if key not in self._runners:
             self._runners[key] = HFRunner(model, packed=config.packed_linears)
-        runner = self._runners[key]
-        resolved = config.resolve(
-            model_max_len=model.max_model_len,
-            kv_bytes_per_token=runner.kv_shape.bytes_per_token(runner.dtype),
-        )
-        clock = WallClock()
-        return Engine(model, resolved, clock, LocalExecutor.for_config(runner, resolved, clock))
+        return Engine(model, config, runner=self._runners[key])
 
 
 def slug(name: str) -> str:
