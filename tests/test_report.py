@@ -294,3 +294,9 @@ def test_the_frontier_is_what_nobody_beats():
 def test_facts_are_flattened_without_empties():
     lines = tables.flat({"a_b": {"c": 1.5, "d": None, "e": []}, "f": [1, "x"], "g": ""})
     assert lines == [("a b · c", "1.50"), ("f", "1, x")]
+
+
+def test_points_that_lie_together_share_a_label():
+    points = [(10.0, 5.0), (100.0, 1.0), (50.0, 2.0), (51.0, 2.1), (52.0, 4.0)]
+    assert figures.joint_labels(list("abcde"), points) == ["a", "b", "", "c<br>d", "e"]
+    assert figures.joint_labels([], []) == []

@@ -156,7 +156,7 @@ def sections(analysis: Analysis) -> list[Section]:
             "Validity of each run",
             takeaways.validity(analysis),
             more=(("Runs", tables.validity(analysis)),),
-            unfolded=True,
+            unfolded=not all(run.valid for run in analysis.runs),
             note="; ".join(note[0].upper() + note[1:] for note in tables.common_notes(analysis)),
         ),
     ]

@@ -123,7 +123,8 @@ def validity(analysis: Analysis) -> str:
         return f"All {len(runs)} runs are valid."
     names = sorted({reason[0] for run in bad for reason in run.reasons})
     return (
-        f"{len(bad)} of {len(runs)} runs are invalid ({', '.join(names)}); comparisons leave them out "
+        f"{len(bad)} of {len(runs)} runs {'is' if len(bad) == 1 else 'are'} invalid ({', '.join(names)}); "
+        f"comparisons leave {'it' if len(bad) == 1 else 'them'} out "
         "and answer “cannot tell” where fewer than two pairs remain."
     )
 
