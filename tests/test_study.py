@@ -254,8 +254,6 @@ def test_the_ladder_runs_on_a_real_engine(tmp_path):
         assert one.valid, one.reasons
     summaries = analyse([tmp_path / "s"]).summaries
     assert max(s.kl_nats for s in summaries) < 1e-6
-    # One thread, stamped hop by hop: what is left is the loop between the steps.
-    assert all(abs(s.time.residual_s) < 0.2 * s.time.e2e_s for s in summaries)
 
 
 def some_run() -> Run:
