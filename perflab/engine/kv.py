@@ -111,14 +111,14 @@ class PagedKV:
 
     def free(self, seq: Sequence, *, discard: bool = False) -> None:
         """Give all blocks back. `discard` also forgets what nobody else uses: it may be broken."""
+        # Taken from the request first: an interrupt in here must not make a second call release twice.
+        blocks, seq.block_table, seq.capacity = seq.block_table, [], 0
         if discard:
-            own = [block for block in seq.block_table if self.pool.refs(block) == 1]
+            own = [block for block in blocks if self.pool.refs(block) == 1]
             for block in own:
                 self.pool.forget(block)
             self._dirty.extend(own)
-        self.pool.release(seq.block_table)
-        seq.block_table = []
-        seq.capacity = 0
+        self.pool.release(blocks)
 
     def take_dirty(self) -> list[int]:
         """Blocks whose contents must be wiped before they are used again."""
