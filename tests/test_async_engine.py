@@ -65,13 +65,14 @@ async def test_streams_run_beside_each_other_and_answer_as_alone() -> None:
 @pytest.mark.parametrize("slots", [1, 8])
 async def test_clients_that_leave_take_their_requests_with_them(n: int, slots: int) -> None:
     """After three tokens, while still waiting in the queue, or by cancelling the task."""
+    long = SamplingParams(max_tokens=1500, ignore_eos=True, n=n)  # more than the thread gives meanwhile
     async with AsyncEngine(wall_engine(max_num_seqs=slots, num_blocks=512)) as engine:
         leaving = [
-            asyncio.create_task(collect(engine, request(f"leave{i}", [i + 1] * 5, params=endless(n=n)), 3))
+            asyncio.create_task(collect(engine, request(f"leave{i}", [i + 1] * 5, params=long), 3))
             for i in range(20)
         ]
         waiting = [
-            asyncio.create_task(collect(engine, request(f"wait{i}", [i + 1] * 5, params=endless(n=n))))
+            asyncio.create_task(collect(engine, request(f"wait{i}", [i + 1] * 5, params=long)))
             for i in range(5)
         ]
         await leaving[0]
