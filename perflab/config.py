@@ -5,8 +5,10 @@ Owns which values are legal together. Knows no torch: sizes come in as numbers.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from types import UnionType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from perflab.errors import ConfigError
 
@@ -69,6 +71,7 @@ class EngineConfig:
     keep_records: int = 100_000
 
     def __post_init__(self) -> None:
+        check_types(self, ConfigError)
         for name, kinds in (("batching", Batching), ("policy", Policy), ("attention", Attention)):
             value = getattr(self, name)
             if value not in get_args(kinds):
@@ -113,3 +116,29 @@ class EngineConfig:
             prefix_cache=self.prefix_cache and cached,
             chunked_prefill=self.chunked_prefill and cached,
         )
+
+
+_WORDS: dict[type, str] = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+
+
+def check_types(instance: Any, error: type[Exception]) -> None:
+    """Each plain field of a dataclass (bool, int, float, str, or one of these or None) by its annotation.
+
+    A quoted "false" from a file would otherwise count as true. Raises `error` naming field and value.
+    """
+    for name, hint in get_type_hints(type(instance)).items():
+        kinds = get_args(hint) if get_origin(hint) is UnionType else (hint,)
+        if not all(kind in _WORDS or kind is type(None) for kind in kinds):
+            continue
+        value = getattr(instance, name)
+        if not any(_is_a(value, kind) for kind in kinds):
+            wanted = " or ".join(_WORDS.get(kind, "nothing") for kind in kinds)
+            raise error(f"{name}={value!r}: must be {wanted}")
+
+
+def _is_a(value: object, kind: type) -> bool:
+    if kind is float:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if kind is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, kind)

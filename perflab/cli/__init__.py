@@ -157,6 +157,8 @@ def generate(
     text = sys.stdin.read() if prompt == "-" else prompt
     if not text.strip():
         raise typer.BadParameter("the prompt is empty", param_hint="PROMPT")
+    if not text.isprintable() and any("\ud800" <= character <= "\udfff" for character in text):
+        raise typer.BadParameter("the prompt is not UTF-8 text", param_hint="PROMPT")
     loaded = _load(model, dtype, device, trust_remote_code)
     try:
         params = replace(

@@ -178,6 +178,8 @@ def synthetic(
     `shared_tokens` of each prompt come from one of `documents` documents in turn; every
     `unshared_every`-th request shares nothing.
     """
+    if not output_tokens:
+        raise WorkloadError("output_tokens is empty: give one number of tokens or more")
     arrivals = arrivals or Arrivals()
     made = []
     for i, arrival in enumerate(arrivals.times(requests, seed)):

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from perflab.clock import NS_PER_S
+from perflab.config import check_types
+from perflab.errors import WorkloadError
 from perflab.measure import stats
 from perflab.types import RequestRecord
 
@@ -268,6 +270,12 @@ class SLO:
     ttft_s: float | None = None
     tpot_s: float | None = None
     e2e_s: float | None = None
+
+    def __post_init__(self) -> None:
+        check_types(self, WorkloadError)
+        for name, limit in (("ttft_s", self.ttft_s), ("tpot_s", self.tpot_s), ("e2e_s", self.e2e_s)):
+            if limit is not None and limit <= 0:
+                raise WorkloadError(f"{name}={limit}: must be above 0; leave it out for no limit")
 
     def met_by(self, record: RequestRecord) -> bool:
         """Whether a completed request is within every limit. A metric that it cannot have (TPOT of

@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from perflab.config import EngineConfig
+from perflab.config import EngineConfig, check_types
 from perflab.errors import ConfigError, WorkloadError
 from perflab.load.workloads import Workload, build
 from perflab.measure.metrics import SLO
@@ -35,6 +35,11 @@ class Variant:
     dtype: str = "float32"
     description: str = ""
     relative_cost: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_types(self, WorkloadError)
+        if not isinstance(self.config, Mapping):
+            raise WorkloadError(f"{self.name}: config={self.config!r}: must be switches of EngineConfig")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +74,15 @@ class Study:
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        check_types(self, WorkloadError)
+        if not self.name or not self.model:
+            raise WorkloadError(f"name={self.name!r}, model={self.model!r}: neither may be empty")
+        if self.reference_dtype not in (None, *DTYPES):
+            raise WorkloadError(
+                f"reference_dtype={self.reference_dtype!r}: choose one of {', '.join(DTYPES)}, or nothing"
+            )
+        if not isinstance(self.config, Mapping):
+            raise WorkloadError(f"config={self.config!r}: must be switches of EngineConfig")
         names = [v.name for v in self.variants]
         if not names or len(set(names)) != len(names):
             raise WorkloadError(f"study {self.name!r}: give one variant or more, each with its own name")

@@ -67,10 +67,15 @@ class Session:
     def open(self, resume: bool) -> None:
         """Claim the directory: a new one, or one that holds this very study."""
         facts = self.out_dir / "study.json"
+        if self.out_dir.exists() and not self.out_dir.is_dir():
+            raise StoreError(f"{self.out_dir} is a file; name a directory for the study")
         if facts.exists():
             held = store.read_json(facts)
             if held.get("fingerprint") != self.study.fingerprint:
-                raise StoreError(f"{self.out_dir} holds another study; choose another directory or delete it")
+                raise StoreError(
+                    f"{self.out_dir} holds another study; choose another directory, or replace it "
+                    "(perflab study --fresh)"
+                )
             if not resume:
                 raise StoreError(
                     f"{self.out_dir} holds this study already; resume it or choose another directory"
