@@ -35,21 +35,24 @@ class EngineThread:
         self._commands: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._wake = threading.Event()
         self._closing = False
+        self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._loop, name="perflab-engine", daemon=True)
         self._thread.start()
 
     def call(self, command: Callable[[], Any]) -> Future[Any]:
         """Run `command` on the thread, between two steps. Raises EngineStopped after `close`."""
-        if self._closing:
-            raise EngineStopped("the engine is closed")
         future: Future[Any] = Future()
-        self._commands.append((command, future))
+        with self._lock:  # or a command could come after the thread's last look
+            if self._closing:
+                raise EngineStopped("the engine is closed")
+            self._commands.append((command, future))
         self._wake.set()
         return future
 
     def close(self) -> None:
         """End what is left and join the thread."""
-        self._closing = True
+        with self._lock:
+            self._closing = True
         self._wake.set()
         self._thread.join()
 
@@ -82,6 +85,8 @@ class EngineThread:
 
     def _sleep(self) -> None:
         """Until a command comes or the engine has something to do by itself."""
+        if self._closing:
+            return
         engine = self.engine
         wake = engine.next_wake_ns()
         if wake is not None:

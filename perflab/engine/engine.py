@@ -113,7 +113,11 @@ class Engine:
             raise ValueError(f"request id {taken[0]!r} is in use: give each request its own")
         leader: Sequence | None = None
         for index, request_id in enumerate(ids):
-            record = self._record(replace(request, request_id=request_id), seed + index * SEED_STRIDE, now)
+            record = self._record(
+                replace(request, request_id=request_id),
+                (seed + index * SEED_STRIDE) % 2**63 if index else seed,
+                now,
+            )
             seq = Sequence(
                 request,
                 record,
@@ -206,6 +210,8 @@ class Engine:
         start = now()
         if not self.health.ready and not self._mend(start):
             return self._deliver(self.scheduler.take_ended())
+        if dirty := self.scheduler.kv.take_dirty():
+            self.executor.wipe(dirty)  # before a plan can hand these blocks out
         plan = self.scheduler.plan(start)
         if not plan.seqs:
             return self._deliver(self.scheduler.take_ended())
@@ -229,7 +235,6 @@ class Engine:
         return False
 
     def _after_errors(self, plan: Plan, result: StepResult) -> None:
-        self.executor.wipe(self.scheduler.kv.take_dirty())
         for row, error in result.errors.items():
             self._note("request_failed", plan.seqs[row].request_id, {"error": str(error)})
         if len(result.errors) == len(plan.seqs):
@@ -240,7 +245,11 @@ class Engine:
         live = self._live
         if self._detokenizer is not None:
             for event in events:
-                self._add_text(event, live[event.request_id])
+                seq = live[event.request_id]
+                try:
+                    self._add_text(event, seq)
+                except Exception as error:  # a tokenizer's: its request fails, the others go on
+                    self._fail_text(event, seq, error)
         now = self.clock.now()
         for event in events:
             event.time_ns = now
@@ -267,6 +276,11 @@ class Engine:
             event.text += text.finish()
             if text.stopped and event.finish_reason == "length":
                 event.finish_reason = seq.record.finish_reason = "stop"
+
+    def _fail_text(self, event: TokenEvent, seq: Sequence, error: Exception) -> None:
+        self.scheduler.finish(seq, "error", self.clock.now(), error, announce=False)
+        event.finish_reason = seq.record.finish_reason = "error"
+        seq.record.outcome, seq.record.error, event.error = "failed", str(error), error
 
     def _keep(self, record: StepRecord, plan: Plan, result: StepResult) -> None:
         scheduler, pool = self.scheduler, self.scheduler.kv.pool

@@ -62,26 +62,34 @@ class LocalExecutor:
     def run(self, plan: Plan) -> StepResult:
         result = StepResult(token_ids=[[] for _ in plan.seqs])
         self._run(plan, 0, len(plan.seqs), result)
+        if not result.sampled_ns:  # nothing got that far
+            result.sampled_ns = self._clock.now()
+            result.batched_ns = result.batched_ns or result.sampled_ns
+            result.forwarded_ns = result.forwarded_ns or result.sampled_ns
         return result
 
     def _run(self, plan: Plan, start: int, end: int, result: StepResult) -> None:
         """Rows [start, end); on an exception each half again, so one bad row costs about 2 log2 runs."""
         whole = end - start == len(plan.seqs)
+        failure: StepFailed | None = None
+        no_memory = False
         try:
             self._compute(plan if whole else plan.part(start, end), start, result)
         except Exception as error:
             no_memory = is_out_of_memory(error)
-            result.out_of_memory |= no_memory
-            if end - start > 1:
-                middle = (start + end) // 2
-                self._run(plan, start, middle, result)
-                self._run(plan, middle, end, result)
-            elif no_memory and self._can_defer and plan.counts[start] > 1:
-                result.deferred.add(start)
-            else:
-                failure = StepFailed(f"{plan.seqs[start].request_id}: {type(error).__name__}: {error}")
-                failure.__cause__ = error
-                result.errors[start] = failure
+            failure = StepFailed(f"{plan.seqs[start].request_id}: {type(error).__name__}: {error}")
+        if failure is None:
+            return
+        # Out here the failed try's tensors are gone, so that the next one finds their memory.
+        result.out_of_memory |= no_memory
+        if end - start > 1:
+            middle = (start + end) // 2
+            self._run(plan, start, middle, result)
+            self._run(plan, middle, end, result)
+        elif no_memory and self._can_defer and plan.counts[start] > 1:
+            result.deferred.add(start)
+        else:
+            result.errors[start] = failure
 
     def _compute(self, plan: Plan, first_row: int, result: StepResult) -> None:
         now, device = self._clock.now, self.runner.device

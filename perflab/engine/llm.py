@@ -5,6 +5,7 @@ Owns the loop of one call. Knows nothing of arrival times or services; see `Asyn
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -58,6 +59,7 @@ class LLM:
         self.model = load(model, **load_options) if isinstance(model, str) else model
         self.engine = Engine(self.model, config)
         self._count = 0
+        self._inboxes: dict[str, deque[TokenEvent]] = {}
 
     def token_ids(self, prompt: Prompt) -> list[int]:
         """A string is plain text, a list of messages goes through the chat template, ids stay ids."""
@@ -126,20 +128,35 @@ class LLM:
         self.engine.close()
 
     def _events(self, ids: Mapping[str, object] | Sequence[str]) -> Iterator[TokenEvent]:
-        """Step until these requests have ended. Events of others (an outer stream) are not ours."""
+        """Step until these requests have ended; events of others (an outer stream) wait for them."""
         left = set(ids)
-        while left:
-            events = self.engine.step()
-            if not events:
-                wake = self.engine.next_wake_ns()
-                if wake is not None:
-                    self.engine.clock.sleep_until(wake)
-            for event in events:
-                if event.request_id in left:
-                    if event.finish_reason is not None:
-                        left.discard(event.request_id)
-                    yield event
+        self._inboxes.update({request_id: deque() for request_id in left})
+        try:
+            while left:
+                for request_id in sorted(left):
+                    inbox = self._inboxes[request_id]
+                    while inbox:
+                        event = inbox.popleft()
+                        if event.finish_reason is not None:
+                            left.discard(request_id)
+                        yield event
+                if left and not any(self._inboxes[request_id] for request_id in left):
+                    self._step()
+        finally:
+            for request_id in ids:
+                self._inboxes.pop(request_id, None)
+
+    def _step(self) -> None:
+        """One step; its events go to whoever waits for them."""
+        events = self.engine.step()
+        for event in events:
+            if event.request_id in self._inboxes:
+                self._inboxes[event.request_id].append(event)
+        if not events:
+            wake = self.engine.next_wake_ns()
+            if wake is not None:
+                self.engine.clock.sleep_until(wake)
 
     def _cancel(self, ids: Mapping[str, object] | Sequence[str]) -> None:
         if sum(self.engine.cancel(request_id) for request_id in ids):
-            self.engine.step()
+            self._step()

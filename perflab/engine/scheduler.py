@@ -102,7 +102,7 @@ class Scheduler:
             self._ended.append(TokenEvent(seq.request_id, (), finish_reason=reason, error=error))
 
     def _end(self, seq: Sequence, reason: FinishReason, now: int, error: Exception | None = None) -> None:
-        self.kv.free(seq, discard=error is not None)
+        self.kv.free(seq, discard=reason == "error")
         record = seq.record
         record.outcome = OUTCOME_OF[reason]
         record.finish_reason = reason
@@ -117,6 +117,8 @@ class Scheduler:
 
     def next_wake_ns(self) -> int | None:
         """When an idle step could find something to do; None while a step can be made now."""
+        if self.running or self._ended or (len(self.waiting) and self.config.batching == "continuous"):
+            return None
         wakes = [self._gate.next_wake_ns(self.waiting, len(self.running))]
         while self._deadlines and self._deadlines[0][2].is_finished:
             heapq.heappop(self._deadlines)
@@ -134,7 +136,7 @@ class Scheduler:
         if self.config.batching == "continuous":
             self._promote(plan, now)
         budget = self._plan_running(plan, now)
-        if len(self.waiting) and not plan.preempted:
+        if len(self.waiting) and not (plan.preempted and self.running):
             self._admit(plan, budget, now)
         return plan
 
