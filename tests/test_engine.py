@@ -540,6 +540,50 @@ def test_closing_a_stream_early_cancels_it_and_frees_its_blocks() -> None:
     assert_empty(llm.engine)
 
 
+def test_a_stream_and_a_generate_inside_it_both_get_all_their_tokens() -> None:
+    llm = LLM(tiny_model("llama"))
+    outer = [event.token_ids for event in LLM(tiny_model("llama")).stream("outer", greedy(6))]
+    seen = []
+    for number, event in enumerate(llm.stream("outer", greedy(6))):
+        seen.append(event.token_ids)
+        if number < 2:
+            assert len(llm.generate(["inner"], greedy(3))[0].token_ids) == 3
+    assert seen == outer
+    assert_empty(llm.engine)
+
+
+def test_a_tokenizer_that_raises_fails_its_request_alone() -> None:
+    engine = engine_for(tiny_model("llama"))
+    stream = engine._detokenizer.stream
+
+    def faulty(stop=(), skip_special_tokens=True):
+        text = stream(stop, skip_special_tokens)
+        if len(engine.records) == 1:
+            text.push = lambda *_, **__: 1 / 0
+        return text
+
+    engine._detokenizer.stream = faulty
+    tokens = run(engine, [Request("bad", [1], greedy(3)), Request("good", [2], greedy(3))])
+    assert len(tokens["good"]) == 3
+    assert [record.outcome for record in engine.records] == ["failed", "completed"]
+
+
+def test_one_bad_request_does_not_make_the_engine_refuse_the_next() -> None:
+    engine = engine_for(tiny_model("llama"))
+    bias = {token: float("-inf") for token in range(320)}
+    engine.submit(Request("bad", [1], SamplingParams(logit_bias=bias, max_tokens=3)))
+    engine.step()
+    engine.submit(Request("next", [2], greedy(3)))
+    assert len(drain(engine)["next"]) == 3
+
+
+def test_seeds_of_samples_fit_a_signed_64_bit_column() -> None:
+    engine = engine_for(tiny_model("llama"))
+    run(engine, [Request("r", [1], SamplingParams(n=4, seed=1, max_tokens=1))])
+    assert all(0 <= record.seed < 2**63 for record in engine.records)
+    assert engine.records[0].seed == 1
+
+
 def test_records_are_bounded() -> None:
     engine = engine_for(tiny_model("llama"), keep_records=3)
     run(engine, [Request(str(i), [1, 2], greedy(4)) for i in range(5)])

@@ -10,6 +10,7 @@ import pytest
 from fake_model import VOCAB, advance, alone, assert_empty, drain, fake_engine, request, take
 
 from perflab.clock import seconds_to_ns
+from perflab.engine.plan import StepResult
 from perflab.errors import Rejected
 from perflab.types import OUTCOME_OF, SamplingParams
 
@@ -384,3 +385,58 @@ def test_spans_of_a_preempted_request_are_stamped_at_both_ends() -> None:
     assert requeue.start_ns >= high.admitted_ns
     assert requeue.end_ns >= high.end_ns
     assert low.last_step > low.first_token_step >= low.first_step == 0
+
+
+# -- what must not happen beside or after a failure -------------------------------------------------
+
+
+def test_wiping_after_a_failure_never_touches_a_running_request() -> None:
+    """A deadline's blocks are healthy: they are not wiped under their next owner."""
+    engine, executor, clock = fake_engine(num_blocks=8, prefix_cache=False)
+    engine.submit(request("late", [1] * 8, params=params(20, ignore_eos=True), deadline_ns=2 * MS))
+    engine.step()
+    clock.advance(3 * MS)
+    engine.step()
+    assert engine.records[0].outcome == "timed_out"
+    engine.submit(request("b", [2] * 8, params=params(6, ignore_eos=True)))
+    tokens: dict[str, list[int]] = {}
+    take(tokens, engine.step())
+    engine.submit(request("c", [3] * 8, params=params(4)))
+
+    def fail_c(plan):
+        rows = [seq.request_id for seq in plan.seqs]
+        if "c" not in rows:
+            return None
+        results = [executor._row(*row) for row in zip(plan.seqs, plan.counts, plan.samples, strict=True)]
+        row = rows.index("c")
+        results[row] = []
+        return StepResult(results, errors={row: ValueError("c")})
+
+    executor.fault = fail_c
+    take(tokens, engine.step())
+    for name, rest in drain(engine).items():
+        tokens.setdefault(name, []).extend(rest)
+    assert tokens["b"] == alone([2] * 8, 6, frozenset())
+    assert engine.records[2].outcome == "failed"
+
+
+def test_a_driver_never_sleeps_while_a_step_can_be_made() -> None:
+    engine, _, clock = fake_engine(max_num_batched_tokens=16)
+    engine.submit(request("r", [1] * 40, params=params(2), deadline_ns=clock.now() + seconds_to_ns(30)))
+    assert engine.step() == []
+    assert engine.next_wake_ns() is None
+    drain(engine)
+    assert engine.records[0].outcome == "completed"
+
+
+@pytest.mark.parametrize("policy", ["edf", "priority"])
+def test_a_promotion_that_empties_the_running_list_still_plans(policy: str) -> None:
+    engine, executor, clock = fake_engine(num_blocks=4, policy=policy, max_num_seqs=2)
+    engine.submit(request("a", [1] * 8, params=params(4, ignore_eos=True), priority=5))
+    engine.step()
+    deadline = clock.now() + seconds_to_ns(30)
+    engine.submit(request("urgent", [2] * 12, params=params(2), priority=-5, deadline_ns=deadline))
+    engine.step()
+    assert executor.plans[-1] == [("urgent", 12)]
+    drain(engine)
+    assert {record.outcome for record in engine.records} == {"completed"}

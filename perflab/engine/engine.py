@@ -147,7 +147,7 @@ class Engine:
 
     def _enqueue(self, seq: Sequence, now: int) -> None:
         try:
-            if not self.health.ready:
+            if not self.health.test(self.executor.self_test, now):
                 raise Rejected(
                     f"{seq.request_id}: the engine is broken ({self.health.reason}); try again later"
                 )
