@@ -89,24 +89,26 @@ class Verdict:
         return not self.wrong and len(self.excused) <= MAX_EXCUSED
 
 
+@torch.inference_mode()
+def generate_alone(model: LoadedModel, prompt: list[int], count: int) -> list[int]:
+    """transformers' greedy answer to one prompt, unpadded: `count` tokens, end tokens masked."""
+    ids = torch.tensor([prompt])
+    out = model.module.generate(  # type: ignore[operator]
+        ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=False,
+        min_new_tokens=count,
+        max_new_tokens=count,
+    )
+    return out[0, len(prompt) :].tolist()
+
+
 class Reference:
     """What `generate()` says to each prompt alone, unpadded, and how sure it was."""
 
     def __init__(self, model: LoadedModel, prompts: Sequence[list[int]], count: int) -> None:
         self.model, self.prompts, self.count = model, prompts, count
-        self.answers = [self._generate(prompt) for prompt in prompts]
-
-    @torch.inference_mode()
-    def _generate(self, prompt: list[int]) -> list[int]:
-        ids = torch.tensor([prompt])
-        out = self.model.module.generate(  # type: ignore[operator]
-            ids,
-            attention_mask=torch.ones_like(ids),
-            do_sample=False,
-            min_new_tokens=self.count,
-            max_new_tokens=self.count,
-        )
-        return out[0, len(prompt) :].tolist()
+        self.answers = [generate_alone(model, prompt, count) for prompt in prompts]
 
     @torch.inference_mode()
     def gap(self, number: int, position: int) -> float:

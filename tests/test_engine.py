@@ -8,9 +8,9 @@ from functools import cache
 import pytest
 import torch
 from fake_model import advance, assert_empty, drain, take
-from reference import generate_alone
 from test_scheduler import script
 
+from benchmarks.parity import generate_alone
 from perflab.config import EngineConfig
 from perflab.engine.attention import StepAttention
 from perflab.engine.engine import Engine

@@ -41,13 +41,13 @@ def test_the_whole_grid_on_tiny_models(arch: str) -> None:
 
 def test_a_wrong_token_is_found(monkeypatch) -> None:
     """The comparison can fail: an answer changed by one token, where the model was sure."""
-    generate = parity.Reference._generate
+    generate = parity.generate_alone
 
-    def wrong(self, prompt):
-        answer = generate(self, prompt)
+    def wrong(model, prompt, count):
+        answer = generate(model, prompt, count)
         return [*answer[:3], (answer[3] + 1) % 250, *answer[4:]]
 
-    monkeypatch.setattr(parity.Reference, "_generate", wrong)
+    monkeypatch.setattr(parity, "generate_alone", wrong)
     verdict = parity.check_tiny("llama", parity.CORNERS[:1], lambda verdict: None)[0]
     assert verdict.wrong
     assert not verdict.ok
