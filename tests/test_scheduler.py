@@ -440,3 +440,48 @@ def test_a_promotion_that_empties_the_running_list_still_plans(policy: str) -> N
     assert executor.plans[-1] == [("urgent", 12)]
     drain(engine)
     assert {record.outcome for record in engine.records} == {"completed"}
+
+
+@pytest.mark.parametrize("batching", ["static", "dynamic"])
+def test_a_late_arrival_never_takes_the_seat_of_a_member(batching: str) -> None:
+    """Neither of one that waits for its first sample, nor of one that was cancelled."""
+    engine, executor, _ = fake_engine(batching=batching, max_num_seqs=4, max_num_batched_tokens=8)
+    engine.submit(request("n", [1] * 20, params=params(6, n=4, ignore_eos=True)))
+    engine.step()
+    engine.submit(request("late", [2] * 4, params=params(2, ignore_eos=True)))
+    engine.cancel("n/3")
+    drain(engine)
+    members = {"n/0", "n/1", "n/2"}
+    assert all({name for name, _ in plan} <= members or plan[0][0] == "late" for plan in executor.plans)
+    assert executor.plans[-1] == [("late", 1)]
+
+
+def test_nobody_is_preempted_for_a_request_that_would_not_fit_anyway() -> None:
+    engine, _, _ = fake_engine(num_blocks=8, policy="priority", ageing_s=1000)
+    engine.submit(request("first", [1] * 18, params=params(2, ignore_eos=True), priority=1))
+    engine.submit(request("last", [2] * 6, params=params(2, ignore_eos=True), priority=3))
+    engine.step()
+    engine.submit(request("head", [3] * 16, params=params(2, ignore_eos=True), priority=2))
+    drain(engine)
+    assert [record.preemptions for record in engine.records] == [0, 0, 0]
+
+
+def test_urgent_whole_prompts_respect_the_budget_of_a_step() -> None:
+    engine, executor, _ = fake_engine(
+        num_blocks=512, policy="priority", chunked_prefill=False, max_num_batched_tokens=32
+    )
+    engine.submit(request("a", [1] * 4, params=params(40, ignore_eos=True), priority=5))
+    engine.step()
+    for number in range(5):
+        engine.submit(request(f"u{number}", [number + 2] * 100, params=params(2, ignore_eos=True)))
+    drain(engine)
+    assert all(sum(count > 1 for _, count in plan) <= 1 for plan in executor.plans)
+
+
+def test_deadlines_of_ended_requests_are_forgotten() -> None:
+    engine, _, _ = fake_engine()
+    for number in range(1000):
+        late = seconds_to_ns(10_000)
+        engine.submit(request(str(number), [1] * 4, params=params(1), deadline_ns=late))
+        engine.step()
+    assert len(engine.scheduler._deadlines) < 100

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
+from collections import Counter
 from collections.abc import Iterable
 
 from perflab.engine.blocks import BlockPool
@@ -85,6 +86,16 @@ class PagedKV:
         seq.num_registered = len(prefix)
         seq.next_boundary = (len(prefix) + 1) * self.block_size if self.prefix_cache else NEVER
         return True
+
+    def fits_without(
+        self, others: Iterable[Sequence], prefix: list[int], num_tokens: int, reserve: int = 0
+    ) -> bool:
+        """Whether `admit` would succeed if `others` gave their blocks back."""
+        held = Counter(block for seq in others for block in seq.block_table)
+        freed = {block for block, count in held.items() if self.pool.refs(block) == count}
+        kept = self.pool.num_acquirable(prefix) + len(freed.intersection(prefix))
+        new = self.blocks_for(num_tokens) - len(prefix)
+        return new + reserve <= self.pool.num_free + len(freed) - kept
 
     def grow(self, seq: Sequence, num_tokens: int) -> bool:
         """Room for `num_tokens` in all; False changes nothing."""
@@ -166,6 +177,11 @@ class NoKV:
     def admit(self, seq: Sequence, prefix: list[int], num_tokens: int, reserve: int = 0) -> bool:
         seq.capacity = NEVER
         seq.next_boundary = 0
+        return True
+
+    def fits_without(
+        self, others: Iterable[Sequence], prefix: list[int], num_tokens: int, reserve: int = 0
+    ) -> bool:
         return True
 
     def grow(self, seq: Sequence, num_tokens: int) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator
+from itertools import islice
 from operator import attrgetter
 from typing import Protocol
 
@@ -117,11 +118,13 @@ class WaitingQueue:
 
 
 class BatchGate(Protocol):
-    """Says how many requests may still enter the batch at this moment."""
+    """Says who may enter the batch at this moment."""
 
     def seats(self, waiting: WaitingQueue, num_running: int, now: int) -> int: ...
 
-    def took(self, count: int) -> None: ...
+    def admits(self, seq: Sequence) -> bool: ...
+
+    def entered(self, seq: Sequence) -> None: ...
 
     def next_wake_ns(self, waiting: WaitingQueue, num_running: int) -> int | None:
         """When an idle engine should look again; None: nothing to wait for."""
@@ -135,7 +138,10 @@ class ContinuousGate:
     def seats(self, waiting: WaitingQueue, num_running: int, now: int) -> int:
         return self._size - num_running
 
-    def took(self, count: int) -> None:
+    def admits(self, seq: Sequence) -> bool:
+        return True
+
+    def entered(self, seq: Sequence) -> None:
         pass
 
     def next_wake_ns(self, waiting: WaitingQueue, num_running: int) -> int | None:
@@ -143,7 +149,8 @@ class ContinuousGate:
 
 
 class BatchwiseGate:
-    """A batch forms while nothing runs, and its members may enter until it is complete.
+    """A batch forms while nothing runs; its members may enter until it is complete, and nobody else:
+    the seat of a member that was cancelled, or waits for its first sample, is not given away.
 
     With a timeout (`dynamic`) it forms when `size` requests wait or the oldest has waited that
     long, whichever comes first; without one (`static`) it takes who is there.
@@ -152,18 +159,21 @@ class BatchwiseGate:
     def __init__(self, size: int, timeout_ns: int = 0) -> None:
         self._size = size
         self._timeout_ns = timeout_ns
-        self._seats = 0
+        self._expected: set[tuple[float, ...]] = set()  # keys of members that have not entered yet
 
     def seats(self, waiting: WaitingQueue, num_running: int, now: int) -> int:
         if num_running == 0:
-            self._seats = 0
+            self._expected.clear()
             oldest = waiting.oldest_arrival_ns()
             if oldest is not None and (len(waiting) >= self._size or now - oldest >= self._timeout_ns):
-                self._seats = min(self._size, len(waiting))
-        return min(self._seats, self._size - num_running)
+                self._expected.update(seq.key for seq in islice(waiting, self._size))
+        return min(len(self._expected), self._size - num_running)
 
-    def took(self, count: int) -> None:
-        self._seats -= count
+    def admits(self, seq: Sequence) -> bool:
+        return seq.key in self._expected
+
+    def entered(self, seq: Sequence) -> None:
+        self._expected.discard(seq.key)
 
     def next_wake_ns(self, waiting: WaitingQueue, num_running: int) -> int | None:
         oldest = waiting.oldest_arrival_ns()

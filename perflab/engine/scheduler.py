@@ -10,13 +10,13 @@ taken from its tail, so a row that is planned is never preempted in the same ste
 
 from __future__ import annotations
 
-import heapq
 from bisect import insort
 from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
 
 from perflab.config import EngineConfig
+from perflab.engine.deadlines import Deadlines
 from perflab.engine.kv import NoKV, PagedKV
 from perflab.engine.limits import StepLimits
 from perflab.engine.plan import Plan, StepResult
@@ -43,7 +43,7 @@ class Scheduler:
         self.waiting = WaitingQueue(order_policy(config))
         self._gate = batch_gate(config)
         self._on_event = on_event
-        self._deadlines: list[tuple[int, int, Sequence]] = []
+        self._deadlines = Deadlines()
         self._ended: list[TokenEvent] = []
         self._limits = StepLimits(config.max_num_seqs, config.max_num_batched_tokens)
         self._step = 0
@@ -55,9 +55,7 @@ class Scheduler:
         self._refuse_impossible(seq)
         seq.queued_ns = now
         self.waiting.add(seq)
-        deadline = seq.request.deadline_ns
-        if deadline is not None:
-            heapq.heappush(self._deadlines, (deadline, id(seq), seq))
+        self._deadlines.add(seq, len(self.running) + len(self.waiting))
 
     def _refuse_impossible(self, seq: Sequence) -> None:
         prompt, model_len = seq.num_prompt_tokens, self.config.max_model_len
@@ -119,19 +117,16 @@ class Scheduler:
         """When an idle step could find something to do; None while a step can be made now."""
         if self.running or self._ended or (len(self.waiting) and self.config.batching == "continuous"):
             return None
-        wakes = [self._gate.next_wake_ns(self.waiting, len(self.running))]
-        while self._deadlines and self._deadlines[0][2].is_finished:
-            heapq.heappop(self._deadlines)
-        if self._deadlines:
-            wakes.append(self._deadlines[0][0])
+        wakes = (self._gate.next_wake_ns(self.waiting, len(self.running)), self._deadlines.next_ns())
         return min((wake for wake in wakes if wake is not None), default=None)
 
     # -- plan ------------------------------------------------------------------------------
 
     def plan(self, now: int) -> Plan:
         """The next step's rows. Expires deadlines, grows or preempts what runs, lets others in."""
-        if self._deadlines:
-            self._expire(now)
+        for seq in self._deadlines.take_late(now) if len(self._deadlines) else ():
+            waited = "while running" if seq in self.running else "in the queue"
+            self.finish(seq, "deadline", now, _late(seq, waited))
         plan = Plan()
         if self.config.batching == "continuous":
             self._promote(plan, now)
@@ -185,17 +180,27 @@ class Scheduler:
 
     def _promote(self, plan: Plan, now: int) -> None:
         """Let those who come before running requests in before the budget is given out; a preemptive
-        policy makes room for them."""
+        policy makes room for them, if those behind them hold enough."""
+        promised = 0
         while len(self.waiting) and self.running:
             head = self.waiting[0]
             if self._waits_for_leader(head) or not head.key[0] < self.running[-1].key[0]:
                 return
             prefix = self.kv.find_prefix(head)
+            pending = len(head.tokens) - len(prefix) * self.kv.block_size
+            if promised and not self.config.chunked_prefill and promised + pending > self._limits.tokens:
+                return  # prompts that are never split go one by one beyond the budget
             if len(self.running) < self._limits.rows and self._enter(head, prefix, len(head.tokens), now):
+                promised += pending
                 continue
-            if not self.waiting.policy.preemptive:
+            if not self.waiting.policy.preemptive or not self._fits_without_those_behind(head, prefix):
                 return
             self._preempt(plan, now)
+
+    def _fits_without_those_behind(self, head: Sequence, prefix: list[int]) -> bool:
+        behind = [seq for seq in self.running if seq.key[0] > head.key[0]]
+        reserve = len(self.running) - len(behind) if head.record.preemptions else 0
+        return self.kv.fits_without(behind, prefix, len(head.tokens), reserve)
 
     def _admit(self, plan: Plan, budget: int, now: int) -> None:
         seats = min(
@@ -204,7 +209,7 @@ class Scheduler:
         chunked, index, entered = self.config.chunked_prefill, 0, 0
         while entered < seats and index < len(self.waiting) and budget > 0:
             seq = self.waiting[index]
-            if self._waits_for_leader(seq):
+            if self._waits_for_leader(seq) or not self._gate.admits(seq):
                 index += 1
                 continue
             prefix = self.kv.find_prefix(seq)
@@ -214,13 +219,13 @@ class Scheduler:
             count = min(pending, budget) if chunked else pending
             if not self._enter(seq, prefix, len(seq.tokens), now):
                 break
+            self._gate.entered(seq)
             plan.seqs.append(seq)
             plan.counts.append(count)
             plan.samples.append(count == pending)
             plan.prefill_tokens += count if pending > 1 else 0
             budget -= count
             entered += 1
-        self._gate.took(entered)
 
     @staticmethod
     def _waits_for_leader(seq: Sequence) -> bool:
@@ -246,12 +251,6 @@ class Scheduler:
         else:
             _close_requeue(seq, now)
         return True
-
-    def _expire(self, now: int) -> None:
-        while self._deadlines and self._deadlines[0][0] <= now:
-            _, _, seq = heapq.heappop(self._deadlines)
-            waited = "while running" if seq in self.running else "in the queue"
-            self.finish(seq, "deadline", now, _late(seq, waited))
 
     # -- commit ----------------------------------------------------------------------------
 
