@@ -38,6 +38,16 @@ def workload32(path: Path = WORKLOAD) -> list[Job]:
     ]
 
 
+def prompts(path: Path = WORKLOAD) -> tuple[list[int], list[int]]:
+    """A prompt of 32 tokens for one request alone and one of 512 for prefill, like `workload32`."""
+    if path.exists():
+        found = json.loads(path.read_text())
+        return found["single_ids"], found["prefill_ids"]
+    rng = random.Random(1)
+    single, prefill = ([rng.randrange(100, 40_000) for _ in range(length)] for length in (32, 512))
+    return single, prefill
+
+
 def _with_sum(values: Sequence[float], total: int) -> list[int]:
     scaled = [max(1, round(value * total / sum(values))) for value in values]
     scaled[0] += total - sum(scaled)
