@@ -15,6 +15,7 @@ import torch
 
 from perflab.errors import ModelError
 from perflab.models.gguf import GGUFFile
+from perflab.models.tokenizer import FastTokenizer
 
 _MODEL_TYPES = MappingProxyType({"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"})
 _GLOBAL_NAMES = MappingProxyType(
@@ -207,15 +208,14 @@ def _through_transformers(file: GGUFFile, dtype: torch.dtype) -> torch.nn.Module
 
 def build_tokenizer(file: GGUFFile) -> tuple[Any, tuple[str, ...]]:
     """The tokenizer in the file and what a user should know about it."""
-    from transformers import AutoTokenizer
-
     meta = file.metadata
     pre = meta.get("tokenizer.ggml.pre")
     if meta.get("tokenizer.ggml.model") == "gpt2" and pre in _DIGITS_APART | _PLAIN:
         return _byte_level(meta, digits_apart=pre in _DIGITS_APART), ()
-    tokenizer = AutoTokenizer.from_pretrained(str(file.path.parent), gguf_file=file.path.name)
+    from transformers import AutoTokenizer
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
+    tokenizer = AutoTokenizer.from_pretrained(str(file.path.parent), gguf_file=file.path.name)
     if meta.get("tokenizer.ggml.model") == "gpt2" and pre not in GGUF_PRE_TOKENIZER_SPLITS:
         return tokenizer, (
             f"the pre-tokenizer {pre!r} is unknown here: token ids may differ from the original's",
@@ -223,10 +223,9 @@ def build_tokenizer(file: GGUFFile) -> tuple[Any, tuple[str, ...]]:
     return tokenizer, ()
 
 
-def _byte_level(meta: Mapping[str, Any], digits_apart: bool) -> Any:
+def _byte_level(meta: Mapping[str, Any], digits_apart: bool) -> FastTokenizer:
     """Byte-level BPE as GPT-2's, with each digit a token of its own where the original had it so."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
 
     tokens = meta["tokenizer.ggml.tokens"]
     merges = [tuple(merge.split(" ")) for merge in meta["tokenizer.ggml.merges"]]
@@ -259,11 +258,9 @@ def _byte_level(meta: Mapping[str, Any], digits_apart: bool) -> Any:
         tokenizer.post_processor = TemplateProcessing(
             single=f"{bos} $A", pair=f"{bos} $A $B", special_tokens=[(bos, tokens.index(bos))]
         )
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
+    return FastTokenizer(
+        tokenizer,
+        special,
+        chat_template=meta.get("tokenizer.chat_template"),
         model_max_length=meta.get(f"{meta['general.architecture']}.context_length", 10**30),
-        clean_up_tokenization_spaces=False,
-        **special,
     )
-    fast.chat_template = meta.get("tokenizer.chat_template")
-    return fast
