@@ -102,7 +102,8 @@ def rounds(
             try:
                 record = with_shares(run(contender, parts), contender, reads, rates)
             except ValueError as error:
-                failed[contender.name] = said = f"failed: {error}"
+                failed[contender.name] = str(error)
+                said = f"failed: {error}"
             else:
                 results.setdefault(contender.name, {})[number] = record
                 keep({"contender": contender.name, "round": number, **record})
