@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import os
+import shutil
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from test_gguf import SIZES as GGUF_SIZES
+from test_gguf import write as gguf_file
 
 from perflab.errors import ConfigError, ModelError
-from perflab.models import hub
+from perflab.models import hub, identity
 from perflab.models.load import choose_dtype, load, runs_bf16_fast, sampling_defaults, stop_tokens
-from perflab.models.loaded import LoadedModel
+from perflab.models.loaded import Deferred, LoadedModel, fingerprint
 from perflab.models.tiny import tiny
-from perflab.types import SamplingParams
+from perflab.types import SamplingParams, Span
 
 DATA = Path(__file__).parents[1].parent / "shared" / "data"
 
@@ -49,13 +56,9 @@ def test_embedded_model_is_the_original(embedded: LoadedModel) -> None:
     assert embedded.notes == ("weights are dequantised from Q4_1",)
     assert not embedded.module.training
     assert not any(parameter.requires_grad for parameter in embedded.module.parameters())
-    assert [span.name for span in embedded.load_spans] == [
-        "import",
-        "fetch",
-        "tokenizer",
-        "weights",
-        "fingerprint",
-    ]
+    spans = [span.name for span in embedded.load_spans]
+    assert spans[:2] == ["fetch", "tokenizer"]
+    assert spans[2:] in (["import", "weights", "fingerprint"], ["identity", "import", "weights"])
 
 
 @pytest.mark.parametrize(
@@ -126,6 +129,131 @@ def test_embedded_weights_and_tokens_equal_another_reading(embedded: LoadedModel
         ids = embedded.encode(text)
         assert ids == tokenizer.encode(text)
         assert embedded.decode(ids) == text
+
+
+# Weights that wait
+
+
+@pytest.fixture
+def remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A tiny GGUF file that was read once, with a cache of its own."""
+    monkeypatch.setenv("PERFLAB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(identity, "_SMALL", 0)
+    path = gguf_file(tmp_path / "m.gguf", tiny(**GGUF_SIZES, seed=3), "llama")
+    load(path, dtype="fp32", device="cpu")
+    return path
+
+
+def entries(tmp_path: Path) -> list[Path]:
+    return sorted((tmp_path / "cache" / "identity").iterdir())
+
+
+def test_a_known_file_is_served_without_its_weights(remembered: Path, tmp_path: Path) -> None:
+    lines: list[str] = []
+    later = load(remembered, dtype="fp32", device="cpu", progress=lines.append)
+    assert [span.name for span in later.load_spans] == ["tokenizer", "identity"]
+    assert "Reading the weights" not in lines
+    shutil.rmtree(tmp_path / "cache")
+    first = load(remembered, dtype="fp32", device="cpu")
+    for fact in dataclasses.fields(first):
+        if fact.name not in ("module", "config", "tokenizer", "load_spans", "deferred"):
+            assert getattr(later, fact.name) == getattr(first, fact.name), fact.name
+    assert "fingerprint=" in repr(later)
+    assert [span.name for span in later.load_spans] == ["tokenizer", "identity"]  # nothing asked for them
+    ids = torch.arange(20)[None]
+    assert torch.equal(later.module(ids).logits, first.module(ids).logits)
+    assert later.config is later.module.config
+    assert later.module is later.module
+    assert not later.module.training
+    assert fingerprint(later.module, later.config) == first.fingerprint
+    assert [span.name for span in later.load_spans] == ["tokenizer", "identity", "import", "weights"]
+    assert "Reading the weights" in lines
+    with pytest.raises(AttributeError, match=r"modul"):
+        later.modul  # type: ignore[attr-defined]  # noqa: B018
+
+
+def test_facts_are_kept_per_dtype_and_per_state_of_the_file(remembered: Path, tmp_path: Path) -> None:
+    def known(path: Path, dtype: str = "fp32") -> bool:
+        return "identity" in [span.name for span in load(path, dtype=dtype, device="cpu").load_spans]
+
+    assert known(remembered)
+    assert not known(remembered, "bf16")
+    assert known(remembered, "bf16")
+    link = tmp_path / "link.gguf"
+    link.symlink_to(remembered)
+    assert known(link)
+    stat = remembered.stat()
+    other = gguf_file(tmp_path / "n.gguf", tiny(**GGUF_SIZES, seed=4), "llama")
+    other.replace(remembered)
+    os.utime(remembered, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert remembered.stat().st_size == stat.st_size
+    assert not known(remembered)  # same place, size and modification time, and yet another file
+    assert len(entries(tmp_path)) == 3
+
+
+@pytest.mark.parametrize("damage", ["", "{}", "flip", "cut"])
+def test_a_damaged_entry_is_read_anew_and_mended(remembered: Path, tmp_path: Path, damage: str) -> None:
+    (entry,) = entries(tmp_path)
+    whole = entry.read_text()
+    entry.write_text({"flip": whole.replace("1024", "1025"), "cut": whole[:-1]}.get(damage, damage))
+    loaded = load(remembered, dtype="fp32", device="cpu")
+    assert [span.name for span in loaded.load_spans][-1] == "fingerprint"
+    assert entry.read_text() == whole
+
+
+def test_facts_that_cannot_be_kept_are_no_error(
+    remembered: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setenv("PERFLAB_CACHE", str(tmp_path / "file"))
+    assert load(remembered, dtype="fp32", device="cpu").max_model_len == 1024
+
+
+def test_small_files_are_not_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PERFLAB_CACHE", str(tmp_path / "cache"))
+    load(gguf_file(tmp_path / "m.gguf", tiny(**GGUF_SIZES), "llama"))
+    assert not (tmp_path / "cache").exists()
+
+
+def deferred(read: Callable[[], Any], **facts: Any) -> LoadedModel:
+    return dataclasses.replace(
+        tiny(),
+        module=None,  # type: ignore[arg-type]
+        config=None,
+        deferred=Deferred(read),
+        **facts,
+    )
+
+
+def test_threads_that_ask_at_once_read_once() -> None:
+    module, reads = tiny().module, []
+
+    def read() -> Any:
+        reads.append(1)
+        time.sleep(0.05)
+        return module, (Span("weights", 1, 2),)
+
+    model = deferred(read)
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda i: model.module if i % 2 else model.config, range(8)))
+    assert found == [module.config, module] * 4
+    assert (len(reads), model.load_spans) == (1, (Span("weights", 1, 2),))
+
+
+def test_weights_that_cannot_be_read_raise_when_asked_for_and_are_tried_again() -> None:
+    module, outcomes = tiny().module, iter([ModelError("damaged"), None])
+
+    def read() -> Any:
+        if (error := next(outcomes)) is not None:
+            raise error
+        return module, ()
+
+    model = deferred(read, name="late")
+    assert model.encode("a") == [97]
+    with pytest.raises(ModelError, match=r"damaged"):
+        _ = model.module
+    assert dataclasses.replace(model, name="copy").module is module
+    assert model.module is module
 
 
 # Directories

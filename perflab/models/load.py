@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ import torch
 
 from perflab.clock import WallClock
 from perflab.errors import ConfigError, ModelError
-from perflab.models import assets, gguf, gguf_model, hub
-from perflab.models.loaded import LoadedModel, fingerprint, freeze
+from perflab.models import assets, gguf, gguf_model, hub, identity
+from perflab.models.identity import Identity
+from perflab.models.loaded import Deferred, LoadedModel, fingerprint, freeze
 from perflab.types import SamplingParams, Span
 
 Progress = Callable[[str], None]
@@ -55,11 +57,6 @@ def load(
     place = choose_device(device)
     wanted = _parse_dtype(dtype)
     spans = _Stopwatch()
-    say("Importing transformers")
-    import transformers  # noqa: F401  (slow once per process: shown as its own part of loading)
-    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast  # noqa: F401
-
-    spans.mark("import")
     name = str(name)
     if name == assets.NAME:
         source = assets.fetch(say)
@@ -73,6 +70,14 @@ def load(
     if name.endswith(".gguf") or name.startswith((".", "~", os.sep)) or name.count("/") > 1:
         raise ModelError(f"{name}: no such file or directory")
     return _load_hub(name, wanted, place, trust_remote_code, say, spans)
+
+
+def _import_models(say: Progress, spans: _Stopwatch) -> None:
+    """transformers with its models: seconds, once per process, shown as a part of their own."""
+    say("Importing transformers")
+    from transformers import AutoModelForCausalLM, PreTrainedModel  # noqa: F401
+
+    spans.mark("import")
 
 
 class _Stopwatch:
@@ -141,18 +146,33 @@ def choose_dtype(own: torch.dtype | None, device: torch.device) -> torch.dtype:
 def _load_gguf(
     name: str, path: Path, wanted: torch.dtype | None, device: torch.device, say: Progress, spans: _Stopwatch
 ) -> LoadedModel:
+    stamp = identity.stamp([path]) if device.type == "cpu" else None
     file = gguf.read(path)
     own = {"F32": torch.float32, "F16": torch.float16}.get(file.quantization, torch.bfloat16)
     dtype = wanted or choose_dtype(own, device)
     say("Reading the tokenizer")
     tokenizer, notes = gguf_model.build_tokenizer(file)
     spans.mark("tokenizer")
-    say("Reading the weights")
-    module = gguf_model.build_model(file, dtype).to(device)
-    spans.mark("weights")
+
+    def read(spans: _Stopwatch) -> torch.nn.Module:
+        _import_models(say, spans)
+        say("Reading the weights")
+        module = gguf_model.build_model(file, dtype).to(device)
+        spans.mark("weights")
+        return freeze(module)
+
+    if (known := identity.recall(stamp, dtype)) is not None:
+        spans.mark("identity")
+        return _deferred(name, known, read, tokenizer, dtype, spans)
     if file.quantization not in ("F32", "F16", "BF16"):
         notes = (f"weights are dequantised from {file.quantization}", *notes)
-    return _assemble(name, module, tokenizer, notes, spans)
+    model = _assemble(name, read(spans), tokenizer, notes, spans)
+    identity.remember(
+        stamp,
+        dtype,
+        Identity(model.fingerprint, model.stop_token_ids, model.defaults, model.max_model_len, model.notes),
+    )
+    return model
 
 
 def _load_directory(
@@ -182,6 +202,7 @@ def _load_hub(
     say: Progress,
     spans: _Stopwatch,
 ) -> LoadedModel:
+    _import_models(say, spans)
     say(f"Looking at {name}")
     source = hub.find(name, trust_remote_code)
     dtype = wanted or choose_dtype(source.dtype, device)
@@ -189,25 +210,51 @@ def _load_hub(
     tokenizer, notes = source.tokenizer()
     spans.mark("tokenizer")
     say("Reading the weights")
-    module = source.model(dtype, device)
+    module = freeze(source.model(dtype, device))
     spans.mark("weights")
     display = Path(name).name if Path(name).is_dir() else name
     return _assemble(display, module, tokenizer, (*source.notes, *notes), spans)
 
 
+def _deferred(
+    name: str,
+    known: Identity,
+    read: Callable[[_Stopwatch], torch.nn.Module],
+    tokenizer: Any,
+    dtype: torch.dtype,
+    spans: _Stopwatch,
+) -> LoadedModel:
+    """A model on the CPU whose weights wait until they are asked for."""
+
+    def read_now() -> tuple[torch.nn.Module, tuple[Span, ...]]:
+        later = _Stopwatch()
+        return read(later), tuple(later.spans)
+
+    return LoadedModel(
+        name=name,
+        module=None,  # type: ignore[arg-type]
+        config=None,
+        tokenizer=tokenizer,
+        dtype=dtype,
+        device=torch.device("cpu"),
+        load_spans=tuple(spans.spans),
+        deferred=Deferred(read_now),
+        **{fact.name: getattr(known, fact.name) for fact in fields(known)},
+    )
+
+
 def _assemble(
     name: str, module: torch.nn.Module, tokenizer: Any, notes: tuple[str, ...], spans: _Stopwatch
 ) -> LoadedModel:
-    freeze(module)
     config: Any = module.config
     weight = next(module.parameters())
     if weight.device.type == "cpu" and weight.dtype == torch.float16:
         notes = (*notes, "fp16 has no fast path on this CPU: expect it to be slower than fp32")
-    identity = fingerprint(module, config)
+    digest = fingerprint(module, config)
     spans.mark("fingerprint")
     return LoadedModel(
         name=name,
-        fingerprint=identity,
+        fingerprint=digest,
         module=module,
         config=config,
         tokenizer=tokenizer,

@@ -1,16 +1,17 @@
 """What a model is to the rest of the house: weights, tokenizer, limits and defaults in one value.
 
-Owns the text side (encode, chat, decode) and the fingerprint. Does not know where a model came
-from, nor how an engine runs it.
+Owns the text side (encode, chat, decode), the fingerprint, and that weights may wait until someone
+asks for them. Does not know where a model came from, nor how an engine runs it.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -23,18 +24,28 @@ _SAMPLE = 256
 _NOT_THE_MODEL = frozenset({"transformers_version", "architectures", "dtype", "use_cache"})
 
 
+class Deferred:
+    """Weights that nobody asked for yet: how to read them, and the spans that reading them took."""
+
+    def __init__(self, read: Callable[[], tuple[torch.nn.Module, tuple[Span, ...]]]) -> None:
+        self.read: Callable[[], tuple[torch.nn.Module, tuple[Span, ...]]] | None = read
+        self.lock = threading.Lock()
+
+
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
     """An unmodified Hugging Face causal LM in eval mode without gradients, and what comes with it.
 
     `tokenizer` is anything with `decode(ids, skip_special_tokens=...)`; None for a checkpoint that
     has none, which still takes token ids. `defaults` are the checkpoint's own sampling defaults.
+    With `module=None` and `deferred`, module and config appear when one of them is first asked for
+    (once, also among threads); what reading can raise, it raises then, and is tried again next time.
     """
 
     name: str
     fingerprint: str
-    module: torch.nn.Module
-    config: Any
+    module: torch.nn.Module = field(repr=False)
+    config: Any = field(repr=False)
     tokenizer: Any
     stop_token_ids: tuple[int, ...]
     defaults: SamplingParams
@@ -43,6 +54,28 @@ class LoadedModel:
     device: torch.device
     notes: tuple[str, ...] = ()
     load_spans: tuple[Span, ...] = ()
+    deferred: Deferred | None = field(default=None, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.module is None:
+            assert self.deferred is not None, "neither a module nor a way to read it"
+            object.__delattr__(self, "module")  # a missing attribute is what calls __getattr__
+            object.__delattr__(self, "config")
+
+    if not TYPE_CHECKING:  # else any misspelt attribute would pass
+
+        def __getattr__(self, name: str) -> Any:
+            if name not in ("module", "config"):
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            assert self.deferred is not None
+            with self.deferred.lock:
+                if self.deferred.read is not None:
+                    module, spans = self.deferred.read()
+                    object.__setattr__(self, "load_spans", (*self.load_spans, *spans))
+                    object.__setattr__(self, "config", module.config)
+                    object.__setattr__(self, "module", module)
+                    self.deferred.read = None
+            return object.__getattribute__(self, name)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`, with whatever the tokenizer itself adds (a BOS, for some)."""

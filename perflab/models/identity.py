@@ -1,0 +1,85 @@
+"""What is known of a checkpoint since its weights were last read: enough to serve it without reading them.
+
+Owns the small files in the cache's `identity` directory, safe to delete at any time. An entry holds
+for files of the same place, size and times, one dtype and one version of transformers (which decides
+what a configuration says). Does not know how the facts are found out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.metadata
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from perflab.models import assets
+from perflab.types import SamplingParams
+
+_FORMAT = 1  # to be raised when fingerprints, notes or defaults are made in another way
+_SMALL = 32 << 20  # bytes: weights of fewer are read as quickly as they are looked up
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """The facts of a `LoadedModel` that come from its weights and configuration."""
+
+    fingerprint: str
+    stop_token_ids: tuple[int, ...]
+    defaults: SamplingParams
+    max_model_len: int
+    notes: tuple[str, ...]
+
+
+def stamp(files: Iterable[Path]) -> str | None:
+    """Which files these are, as far as the file system tells; None where looking up does not pay."""
+    stats = [(str(path.resolve()), path.stat()) for path in files]
+    if sum(stat.st_size for _, stat in stats) < _SMALL:
+        return None
+    rows = [(name, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for name, stat in stats]
+    return json.dumps([_FORMAT, importlib.metadata.version("transformers"), rows])
+
+
+def recall(stamp: str | None, dtype: object) -> Identity | None:
+    """The facts of these files in `dtype`, None where they are unknown or the entry is damaged."""
+    if stamp is None:
+        return None
+    key = f"{stamp} {dtype}"
+    try:
+        proof, body = _path(key).read_text(encoding="utf-8").split("\n", 1)
+        if proof != _hash(key + body):
+            return None
+        facts = json.loads(body)
+    except (OSError, ValueError):
+        return None
+    return Identity(
+        fingerprint=facts["fingerprint"],
+        stop_token_ids=tuple(facts["stop_token_ids"]),
+        defaults=SamplingParams(**facts["defaults"]),
+        max_model_len=facts["max_model_len"],
+        notes=tuple(facts["notes"]),
+    )
+
+
+def remember(stamp: str | None, dtype: object, identity: Identity) -> None:
+    """Keep the facts for later processes. Best effort: a cache that cannot be written to keeps nothing."""
+    if stamp is None:
+        return
+    key, body = f"{stamp} {dtype}", json.dumps(asdict(identity))
+    path = _path(key)
+    draft = path.with_suffix(f".{os.getpid()}")
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft.write_text(f"{_hash(key + body)}\n{body}", encoding="utf-8")
+        os.replace(draft, path)
+
+
+def _path(key: str) -> Path:
+    return assets.cache_dir() / "identity" / f"{_hash(key)[:32]}.json"
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
