@@ -6,6 +6,8 @@ import dataclasses
 import json
 import os
 import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -254,6 +256,26 @@ def test_weights_that_cannot_be_read_raise_when_asked_for_and_are_tried_again() 
         _ = model.module
     assert dataclasses.replace(model, name="copy").module is module
     assert model.module is module
+
+
+def test_neither_the_engine_nor_loading_imports_what_it_may_not_need() -> None:
+    heavy = [
+        "transformers",
+        "gguf",
+        "sympy",
+        "pandas",
+        "scipy",
+        "rich",
+        "matplotlib",
+        "yaml",
+        "torch._dynamo",
+    ]
+    script = f"""
+import sys, perflab.engine.llm, perflab.engine.drivers, perflab.models.load
+print([name for name in {heavy} if name in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
 
 
 # Directories

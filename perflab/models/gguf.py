@@ -5,6 +5,7 @@ Does not know what a model is; `gguf_model` makes one of the parts.
 
 from __future__ import annotations
 
+import math
 import struct
 from collections import Counter
 from collections.abc import Mapping
@@ -23,6 +24,17 @@ _SCALARS = MappingProxyType(
     {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 )
 _STRING, _ARRAY = 8, 9
+# The common kinds, known without the 0.1 s that importing the `gguf` package takes.
+_KINDS = MappingProxyType(
+    {
+        0: ("F32", 1, 4),
+        1: ("F16", 1, 2),
+        2: ("Q4_0", 32, 18),
+        3: ("Q4_1", 32, 20),
+        8: ("Q8_0", 32, 34),
+        30: ("BF16", 1, 2),
+    }
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +60,8 @@ class GGUFFile:
         weights: Counter[int] = Counter()
         for tensor in self.tensors.values():
             if len(tensor.shape) > 1:
-                weights[tensor.kind] += int(np.prod(tensor.shape))
-        return _kind_name(weights.most_common(1)[0][0]) if weights else "none"
+                weights[tensor.kind] += math.prod(tensor.shape)
+        return _kind(weights.most_common(1)[0][0])[0] if weights else "none"
 
     def tensor(self, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The tensor, [rows, columns], in memory of its own."""
@@ -124,6 +136,19 @@ class _Cursor:
         self.at += size
         return text
 
+    def strings(self, count: int) -> list[str]:
+        """Vocabularies are most of a header: one loop without calls."""
+        buffer, at, end, length = self.buffer, self.at, len(self.buffer), struct.Struct("<Q").unpack_from
+        found = []
+        for _ in range(count):
+            start = at + 8
+            at = start + length(buffer, at)[0]
+            if at > end:
+                raise IndexError(at)
+            found.append(str(buffer[start:at], "utf-8"))
+        self.at = at
+        return found
+
     def value(self, kind: int) -> Any:
         if kind == _STRING:
             return self.string()
@@ -132,6 +157,8 @@ class _Cursor:
                 raise IndexError(kind)
             return self.scalar(_SCALARS[kind])
         element, count = self.scalar("I"), self.scalar("Q")
+        if element == _STRING:
+            return self.strings(count)
         if element in _SCALARS:
             values = struct.unpack_from(f"<{count}{_SCALARS[element]}", self.buffer, self.at)
             self.at += struct.calcsize(f"<{count}{_SCALARS[element]}")
@@ -140,21 +167,22 @@ class _Cursor:
 
 
 def _num_bytes(path: Path, name: str, shape: tuple[int, ...], kind: int) -> int:
-    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
-
     try:
-        block, size = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
+        _, block, size = _kind(kind)
     except (ValueError, KeyError) as error:
         raise ModelError(
             f"{path}: {name} has the unknown quantization {kind}; upgrade the gguf package"
         ) from error
-    return int(np.prod(shape)) // block * size
+    return math.prod(shape) // block * size
 
 
-def _kind_name(kind: int) -> str:
-    from gguf import GGMLQuantizationType
+def _kind(kind: int) -> tuple[str, int, int]:
+    """Name, values in a block and bytes of a block."""
+    if kind in _KINDS:
+        return _KINDS[kind]
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
-    return GGMLQuantizationType(kind).name
+    return GGMLQuantizationType(kind).name, *GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
 
 
 def dequantize(raw: np.ndarray, kind: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -164,7 +192,7 @@ def dequantize(raw: np.ndarray, kind: int, dtype: torch.dtype = torch.float32) -
     Q8_0 is {fp16 d, int8 q[32]}, value d·q; Q4_0 {fp16 d, nibbles}, d·(q − 8); Q4_1 {fp16 d,
     fp16 m, nibbles}, d·q + m; the low nibbles of the 16 bytes come first.
     """
-    name = _kind_name(kind)
+    name = _kind(kind)[0]
     if name in _FLOATS:
         return torch.from_numpy(raw).view(_FLOATS[name]).to(dtype, copy=True)
     if name not in _BLOCKS:
@@ -213,5 +241,5 @@ def _dequantize_others(raw: np.ndarray, kind: int) -> torch.Tensor:
         return torch.from_numpy(dequantize_any(raw, GGMLQuantizationType(kind))).flatten()
     except NotImplementedError as error:
         raise ModelError(
-            f"weights of kind {_kind_name(kind)} cannot be dequantised: use a file of another kind"
+            f"weights of kind {_kind(kind)[0]} cannot be dequantised: use a file of another kind"
         ) from error

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface
 
 from perflab.errors import ModelError
 from perflab.models.linears import can_pack, pack_linears
@@ -69,6 +68,7 @@ class HFRunner:
     def __init__(self, model: LoadedModel, *, packed: bool = True) -> None:
         self.device, self.dtype = model.device, model.dtype
         self.module = _private_view(model.module)
+        _register_attention()
         self.module.config._attn_implementation = ATTENTION
         self.packed = packed and can_pack(self.module) and pack_linears(self.module) > 0
         self._hidden: Tensor | None = None
@@ -157,4 +157,8 @@ def _attention(
     return output, None
 
 
-AttentionInterface.register(ATTENTION, _attention)
+def _register_attention() -> None:
+    """Only who runs transformers' models waits seconds for its import."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(ATTENTION, _attention)
