@@ -62,16 +62,24 @@ LABELS = {
 }
 
 
-def ceilings() -> tuple[dict[str, float], dict[str, float | None]]:
+Rates = dict[str, float | None]
+
+
+def ceilings() -> tuple[Rates, Rates]:
     """(GB/s by read loop over 512 MB, 10^9 operations/s by kind of matrix product), right now."""
-    return machine.measure_bandwidth()["loops"], machine.measure_matrix_rates()["rates"]
+    return dict(machine.measure_bandwidth()["loops"]), machine.measure_matrix_rates()["rates"]
+
+
+def higher(before: Rates, after: Rates) -> Rates:
+    """The higher of two measurements of each rate: what else runs can only lower them."""
+    return {name: max(filter(None, (rate, after[name])), default=None) for name, rate in before.items()}
 
 
 def with_shares(
-    record: Record, contender: Contender, reads: Mapping[str, float], rates: Mapping[str, float | None]
+    record: Record, contender: Contender, reads: Mapping[str, float | None], rates: Rates
 ) -> Record:
     """The record and its shares of the fastest read loop and of its precision's matrix rate."""
-    best = max(reads.values())
+    best = max(filter(None, reads.values()))
     record = {**record, "reads_gb_s": dict(reads), "matrix_gop_s": dict(rates)}
     if (speed := record.get("a_decode_tok_s")) is not None:
         record["a_share"] = WEIGHT_BYTES[contender.format] * speed / (best * 1e9)
@@ -93,18 +101,21 @@ def rounds(
 
     Who fails once is left out from then on. `keep` gets each record as it comes.
     """
+    before = ceilings()
     for number in range(repeats):
         for contender in present if number % 2 == 0 else reversed(present):
             if contender.name in failed:
                 continue
-            reads, rates = ceilings()
             start = time.perf_counter()
             try:
-                record = with_shares(run(contender, parts), contender, reads, rates)
+                record = run(contender, parts)
             except ValueError as error:
                 failed[contender.name] = str(error)
                 said = f"failed: {error}"
             else:
+                after = ceilings()
+                reads, rates = map(higher, before, after)
+                before, record = after, with_shares(record, contender, reads, rates)
                 results.setdefault(contender.name, {})[number] = record
                 keep({"contender": contender.name, "round": number, **record})
                 said = ", ".join(f"{cell(key, record[key])} {LABELS[key]}" for key in LABELS if key in record)
