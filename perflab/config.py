@@ -6,16 +6,30 @@ Owns which values are legal together. Knows no torch: sizes come in as numbers.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from types import UnionType
+from types import MappingProxyType, UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from perflab.errors import ConfigError
 
 Batching = Literal["static", "dynamic", "continuous"]
 Policy = Literal["fcfs", "priority", "sjf", "edf"]
-Attention = Literal["eager", "sdpa", "batched"]
+Attention = Literal["eager", "sdpa", "batched", "native"]
+RunnerKind = Literal["auto", "native", "torch"]
+Weights = Literal["model", "int8", "int4"]
+KVDtype = Literal["model", "int8"]
 
+CHOICES: Mapping[str, Any] = MappingProxyType(
+    {
+        "batching": Batching,
+        "policy": Policy,
+        "attention": Attention,
+        "runner": RunnerKind,
+        "weights": Weights,
+        "kv_dtype": KVDtype,
+    }
+)
 DEFAULT_KV_BYTES = 1 << 30
 POSITIVE = (
     "max_num_seqs",
@@ -39,8 +53,16 @@ class EngineConfig:
     policy: the order of the queue. `fcfs`; `priority` (lower number first, a request gains one
         level per `ageing_s` of waiting); `sjf` (fewest prompt + max_tokens, ageing likewise);
         `edf` (earliest deadline).
-    attention: `eager` and `sdpa` work one request at a time and are the reference; `batched`
-        takes all rows of a step together.
+    runner: `native` runs a whole step of a Llama-shaped model in native kernels on a CPU; `torch` runs
+        any architecture as transformers wrote it, and is the reference; `auto` takes native where it can.
+    weights: `model` keeps the loaded dtype; `int8` (per-channel weights, per-token activations) and
+        `int4` (groups of 32, the head in int8) need the native runner.
+    kv_dtype: keys and values in the model's dtype, or in 8 bits with a scale per token and head, which
+        needs the native runner or native attention.
+    attention: of the torch runner. `eager` and `sdpa` work one request at a time and are the
+        reference; `batched` takes all rows of a step together; `native` reads the KV pool in place.
+    packed_linears: of the torch runner: weights reordered for oneDNN.
+    num_threads: of native kernels and torch; None takes torch's number.
     max_num_batched_tokens: token budget of a step; a longer prompt is computed in chunks unless
         `chunked_prefill` is off.
     num_blocks: KV pool size in blocks; None sizes it from `kv_bytes`, at most twice what
@@ -64,6 +86,9 @@ class EngineConfig:
     kv_cache: bool = True
     prefix_cache: bool = True
     chunked_prefill: bool = True
+    runner: RunnerKind = "auto"
+    weights: Weights = "model"
+    kv_dtype: KVDtype = "model"
     attention: Attention = "batched"
     packed_linears: bool = True
     num_threads: int | None = None
@@ -72,7 +97,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check_types(self, ConfigError)
-        for name, kinds in (("batching", Batching), ("policy", Policy), ("attention", Attention)):
+        for name, kinds in CHOICES.items():
             value = getattr(self, name)
             if value not in get_args(kinds):
                 raise ConfigError(f"{name}={value!r}: choose one of {', '.join(get_args(kinds))}")
@@ -80,6 +105,12 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name}={value}: must be 1 or more")
+        if self.runner == "torch" and self.weights != "model":
+            raise ConfigError(f"weights={self.weights!r} needs the native runner: leave runner at 'auto'")
+        if self.kv_dtype != "model" and self.runner == "torch" and self.attention != "native":
+            raise ConfigError(
+                f"kv_dtype={self.kv_dtype!r} needs native kernels: set attention='native' or runner='auto'"
+            )
         if self.batch_timeout_s < 0 or self.ageing_s <= 0:
             raise ConfigError(
                 f"batch_timeout_s={self.batch_timeout_s} must be 0 or more, ageing_s={self.ageing_s} above 0"

@@ -19,6 +19,10 @@ class ModelError(PerflabError):
     """A model cannot be found, read or run here; the message says what to install or change."""
 
 
+class NotNative(ModelError):
+    """The native path cannot run this model here; torch's can."""
+
+
 class WorkloadError(PerflabError, ValueError):
     """A workload, prompt file or study file cannot be read or makes no sense."""
 

@@ -41,7 +41,7 @@ class StepAttention:
     def __init__(self, batch: Batch, kv: KVTensors | None, kind: Attention) -> None:
         self._batch, self._kv = batch, kv
         self._one = eager_attention if kind == "eager" else sdpa_attention
-        self._slots = kv.slots(batch.slot_block, batch.slot_offset) if kv is not None else None
+        self._slots = kv.slots(*batch.slots(kv.block_size)) if kv is not None else None
         self._masks: dict[tuple[int, int | None], Tensor | None] = {}
         self._tables: dict[int, Tensor] = {}
         grouped = kind == "batched" and kv is not None
@@ -166,7 +166,7 @@ def visible(query_position: Tensor, key_position: Tensor, window: int | None) ->
 
 def _groups(batch: Batch, kv: KVTensors) -> list[Group]:
     """Rows with the same few queries and contexts of similar length."""
-    device = batch.input_ids.device
+    device = kv.key.device
     groups = []
     for rows in _similar_rows(batch):
         queries = batch.query_len[rows[0]]

@@ -1,4 +1,4 @@
-"""A plan as tensors: all tokens of a step in one flat row, and where their KV goes.
+"""A plan as arrays: all tokens of a step in one flat row, and where their KV goes.
 
 Owns the layout of one step's inputs. No padding between requests: the model sees [1, tokens].
 """
@@ -8,8 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from perflab.engine.plan import Plan
 
@@ -18,64 +16,65 @@ from perflab.engine.plan import Plan
 class Batch:
     """One step's inputs. B rows (requests), T tokens; row i holds tokens [query_start[i], query_start[i+1]).
 
-    input_ids, position_ids: [1, T]. slot_block, slot_offset: [T], where each token's KV is written.
-    block_tables: per row, the blocks that hold its first `kv_len[i]` positions.
-    sample_rows: indices into T of the positions whose logits are wanted, row after row;
-    row i's are [sample_start[i], sample_start[i+1]) of them, its last token always among them.
+    token_ids, positions: int64 [T]. block_tables: per row, the blocks that hold its first `kv_len[i]`
+    positions. sample_rows: indices into T of the positions whose logits are wanted, row after row;
+    row i's are [sample_start[i], sample_start[i+1]) of them.
     """
 
-    input_ids: Tensor
-    position_ids: Tensor
+    token_ids: np.ndarray
+    positions: np.ndarray
     query_start: list[int]
     query_len: list[int]
     kv_len: list[int]
     block_tables: list[list[int]]
-    slot_block: Tensor
-    slot_offset: Tensor
-    sample_rows: Tensor
+    sample_rows: list[int]
     sample_start: list[int]
 
+    def slots(self, block_size: int) -> tuple[np.ndarray, np.ndarray]:
+        """Block and offset in it of each token's KV, int64 [T] each."""
+        blocks: list[int] = []
+        for row, table in enumerate(self.block_tables):
+            end = self.kv_len[row]
+            if self.query_len[row] == 1:
+                blocks.append(table[(end - 1) // block_size])
+            else:
+                start = end - self.query_len[row]
+                blocks.extend(table[position // block_size] for position in range(start, end))
+        return np.array(blocks, dtype=np.int64), self.positions % block_size
 
-def build_batch(plan: Plan, block_size: int, device: torch.device) -> Batch:
-    """Tensors of `plan`; `block_size` 0 means that no KV is kept."""
-    input_ids: list[int] = []
+
+def build_batch(plan: Plan, *, every_row: bool = True) -> Batch:
+    """Arrays of `plan`. every_row: want the logits of each row's last token even where none is sampled."""
+    token_ids: list[int] = []
     sample_rows: list[int] = []
     query_start, sample_start, kv_len = [0], [0], []
-    positions, blocks = [], []
-    for seq, count in zip(plan.seqs, plan.counts, strict=True):
+    positions: list[int] = []
+    for seq, count, samples in zip(plan.seqs, plan.counts, plan.samples, strict=True):
         start = seq.num_computed_tokens
         end = start + count
         if count == 1 and end == len(seq.tokens):
-            input_ids.append(seq.tokens[-1])
+            token_ids.append(seq.tokens[-1])
         elif seq.draft and end > len(seq.tokens):
-            input_ids.extend((*seq.tokens[start:], *seq.draft)[:count])
+            token_ids.extend((*seq.tokens[start:], *seq.draft)[:count])
         else:
-            input_ids.extend(seq.tokens[start:end])
-        last = len(input_ids)
-        wanted = count if seq.params.prompt_logprobs is not None else 1 + max(0, end - len(seq.tokens))
+            token_ids.extend(seq.tokens[start:end])
+        last = len(token_ids)
+        if seq.params.prompt_logprobs is not None:
+            wanted = count
+        else:
+            wanted = 1 + max(0, end - len(seq.tokens)) if samples or every_row else 0
         sample_rows.extend(range(last - wanted, last))
         query_start.append(last)
         sample_start.append(len(sample_rows))
         kv_len.append(end)
-        if count == 1:
-            positions.append(start)
-            if block_size:
-                blocks.append(seq.block_table[start // block_size])
-        else:
-            positions.extend(range(start, end))
-            if block_size:
-                table = seq.block_table
-                blocks.extend(table[position // block_size] for position in range(start, end))
-    position_ids = np.array(positions, dtype=np.int64)
+        positions.extend(range(start, end))
     return Batch(
-        input_ids=torch.tensor([input_ids], device=device),
-        position_ids=torch.from_numpy(position_ids[None]).to(device),
+        token_ids=np.array(token_ids, dtype=np.int64),
+        positions=np.array(positions, dtype=np.int64),
         query_start=query_start,
         query_len=list(plan.counts),
         kv_len=kv_len,
         block_tables=[seq.block_table for seq in plan.seqs],
-        slot_block=torch.tensor(blocks, dtype=torch.int64, device=device),
-        slot_offset=torch.from_numpy(position_ids % block_size if block_size else position_ids).to(device),
-        sample_rows=torch.tensor(sample_rows, device=device),
+        sample_rows=sample_rows,
         sample_start=sample_start,
     )

@@ -24,7 +24,7 @@ from perflab.engine.plan import Plan, StepResult
 from perflab.engine.scheduler import Scheduler
 from perflab.engine.sequence import Sequence
 from perflab.errors import EngineStopped, Rejected
-from perflab.models.runner import HFRunner
+from perflab.models.runners import Runner, make_runner
 from perflab.types import (
     EventRecord,
     FinishReason,
@@ -65,7 +65,7 @@ class Engine:
         config: EngineConfig | None = None,
         clock: Clock | None = None,
         executor: Executor | None = None,
-        runner: HFRunner | None = None,
+        runner: Runner | None = None,
     ) -> None:
         self.model: ServedModel = model
         self.clock: Clock = clock or WallClock()
@@ -73,10 +73,12 @@ class Engine:
         if executor is None:
             if config.num_threads is not None:
                 torch.set_num_threads(config.num_threads)
-            runner = runner or HFRunner(model, packed=config.packed_linears)
+            runner = runner or make_runner(model, config)
             config = config.resolve(
-                model_max_len=model.max_model_len,
-                kv_bytes_per_token=runner.kv_shape.bytes_per_token(runner.dtype),
+                model_max_len=runner.max_positions,
+                kv_bytes_per_token=runner.kv_shape.bytes_per_token(
+                    torch.int8 if config.kv_dtype == "int8" else runner.dtype
+                ),
             )
             executor = LocalExecutor.for_config(runner, config, self.clock)
         self.config = config

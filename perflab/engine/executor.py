@@ -7,8 +7,10 @@ deferred row means.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,10 +19,16 @@ from perflab.config import Attention, EngineConfig
 from perflab.engine.attention import StepAttention
 from perflab.engine.batch import Batch, build_batch
 from perflab.engine.kv_tensors import KVTensors
+from perflab.engine.native import NativeAttention, NativeForward
 from perflab.engine.plan import Plan, StepResult
 from perflab.engine.sampler import prompt_logprobs, sample
-from perflab.errors import StepFailed
-from perflab.models.runner import HFRunner
+from perflab.errors import NotNative, StepFailed
+from perflab.models.kernels import Team
+from perflab.models.native import NativeRunner
+from perflab.models.runner import Attend, HFRunner, RunnerOutput
+from perflab.models.runners import Runner
+
+Forward = Callable[[Batch, KVTensors | None], RunnerOutput]
 
 
 class Executor(Protocol):
@@ -41,23 +49,31 @@ class LocalExecutor:
     """One process, CPU or CUDA."""
 
     def __init__(
-        self, runner: HFRunner, kv: KVTensors | None, attention: Attention, clock: Clock, *, can_defer: bool
+        self, runner: Runner, kv: KVTensors | None, forward: Forward, clock: Clock, *, can_defer: bool
     ) -> None:
         self.runner, self.kv = runner, kv
-        self._attention: Attention = attention
+        self._forward = forward
         self._clock = clock
         self._can_defer = can_defer
-        self._block_size = kv.block_size if kv is not None else 0
-        self.vocab_size: int | None = runner.module.config.get_text_config().vocab_size
+        self._every_row = isinstance(runner, HFRunner)  # the other one says by itself what is finite
+        self.vocab_size: int | None = runner.vocab_size
 
     @classmethod
-    def for_config(cls, runner: HFRunner, config: EngineConfig, clock: Clock) -> LocalExecutor:
+    def for_config(cls, runner: Runner, config: EngineConfig, clock: Clock) -> LocalExecutor:
         """`config` is resolved."""
         kv = None
+        if config.kv_dtype == "int8" and isinstance(runner, HFRunner) and config.attention != "native":
+            raise NotNative("kv_dtype='int8' without the native runner needs attention='native'")
         if config.kv_cache:
             assert config.num_blocks is not None
-            kv = KVTensors(runner.kv_shape, config.num_blocks, config.block_size, runner.dtype, runner.device)
-        return cls(runner, kv, config.attention, clock, can_defer=config.chunked_prefill)
+            dtype = torch.int8 if config.kv_dtype == "int8" else runner.dtype
+            kv = KVTensors(runner.kv_shape, config.num_blocks, config.block_size, dtype, runner.device)
+        forward: Forward
+        if isinstance(runner, NativeRunner):
+            forward = NativeForward(runner)
+        else:
+            forward = TorchForward(runner, config.attention, config.num_threads)
+        return cls(runner, kv, forward, clock, can_defer=config.chunked_prefill)
 
     def run(self, plan: Plan) -> StepResult:
         result = StepResult(token_ids=[[] for _ in plan.seqs])
@@ -92,31 +108,33 @@ class LocalExecutor:
             result.errors[start] = failure
 
     def _compute(self, plan: Plan, first_row: int, result: StepResult) -> None:
-        now, device = self._clock.now, self.runner.device
-        batch = build_batch(plan, self._block_size, device)
-        attention = StepAttention(batch, self.kv, self._attention)
+        now = self._clock.now
+        batch = build_batch(plan, every_row=self._every_row)
         result.batched_ns = result.batched_ns or now()
-        logits = self._forward(batch, attention)
+        output = self._forward(batch, self.kv)
+        if output.logits.device.type == "cuda":
+            torch.cuda.synchronize(output.logits.device)
         result.forwarded_ns = now()
-        self._sample(plan, batch, logits, first_row, result)
+        self._sample(plan, batch, output, first_row, result)
         result.sampled_ns = now()
 
-    def _forward(self, batch: Batch, attention: StepAttention) -> Tensor:
-        logits = self.runner.forward(batch.input_ids, batch.position_ids, attention, batch.sample_rows).logits
-        if logits.device.type == "cuda":
-            torch.cuda.synchronize(logits.device)
-        return logits
-
-    def _sample(self, plan: Plan, batch: Batch, logits: Tensor, first_row: int, result: StepResult) -> None:
+    def _sample(
+        self, plan: Plan, batch: Batch, output: RunnerOutput, first_row: int, result: StepResult
+    ) -> None:
+        logits = output.logits
         last = [end - 1 for end in batch.sample_start[1:]]
         rows = [row for row, samples in enumerate(plan.samples) if samples]
         every = len(rows) == logits.shape[0]
         wanted = logits if every else logits[[last[row] for row in rows]]
-        sampled = sample(wanted, [plan.seqs[row] for row in rows])
+        best = None if output.best is None else [output.best[last[row]] for row in rows]
+        sampled = sample(wanted, [plan.seqs[row] for row in rows], best)
         bad = {rows[index] for index in sampled.bad_rows}
         partial = [row for row, samples in enumerate(plan.samples) if not samples]
         if partial:
-            finite = torch.isfinite(logits[[last[row] for row in partial]].amax(-1)).tolist()
+            if output.finite is not None:
+                finite = [output.finite[row] for row in partial]
+            else:
+                finite = torch.isfinite(logits[[last[row] for row in partial]].amax(-1)).tolist()
             bad.update(row for row, ok in zip(partial, finite, strict=True) if not ok)
         for index, row in enumerate(rows):
             if row not in bad:
@@ -155,21 +173,47 @@ class LocalExecutor:
 
     def score(self, token_ids: list[int]) -> Tensor:
         """Next-token logits at every position, fp32 [len(token_ids), vocabulary], without KV memory."""
-        count, device = len(token_ids), self.runner.device
-        everything = torch.arange(count, device=device)
+        count = len(token_ids)
         batch = Batch(
-            input_ids=torch.tensor([token_ids], device=device),
-            position_ids=everything[None],
+            token_ids=np.array(token_ids, np.int64),
+            positions=np.arange(count),
             query_start=[0, count],
             query_len=[count],
             kv_len=[count],
             block_tables=[[]],
-            slot_block=everything,
-            slot_offset=everything,
-            sample_rows=everything,
+            sample_rows=list(range(count)),
             sample_start=[0, count],
         )
-        return self._forward(batch, StepAttention(batch, None, self._attention)).float()
+        return self._forward(batch, None).logits.float().clone()
+
+
+class TorchForward:
+    """A step through `HFRunner`, with one of the engine's attentions."""
+
+    def __init__(self, runner: HFRunner, attention: Attention, threads: int | None) -> None:
+        self._runner = runner
+        self._kind: Attention = attention
+        self._team: Team | None = None
+        if attention == "native":
+            if runner.device.type != "cpu" or runner.dtype not in (torch.float32, torch.bfloat16):
+                raise NotNative(
+                    f"attention='native' runs fp32 and bf16 on a CPU, not {runner.dtype} on {runner.device}"
+                )
+            self._team = Team(threads or torch.get_num_threads())
+
+    def __call__(self, batch: Batch, kv: KVTensors | None) -> RunnerOutput:
+        attend: Attend
+        if self._team is not None:
+            attend = NativeAttention(batch, kv, self._team)
+        else:
+            attend = StepAttention(batch, kv, self._kind)
+        device = self._runner.device
+        return self._runner.forward(
+            torch.from_numpy(batch.token_ids)[None].to(device),
+            torch.from_numpy(batch.positions)[None].to(device),
+            attend,
+            torch.tensor(batch.sample_rows, device=device),
+        )
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -17,7 +17,11 @@ from perflab.models.runner import KVShape
 
 
 class KVTensors:
-    """Keys and values for `num_blocks` blocks of `block_size` tokens."""
+    """Keys and values for `num_blocks` blocks of `block_size` tokens; in int8, with fp32 scales
+    [layer, block, kv_head, position] that only native kernels write and read."""
+
+    key_scale: Tensor | None = None
+    value_scale: Tensor | None = None
 
     def __init__(
         self, shape: KVShape, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
@@ -26,12 +30,15 @@ class KVTensors:
         size = (shape.layers, num_blocks + 1, shape.kv_heads, block_size)
         self.key = _zeros((*size, shape.key_dim), dtype, device)
         self.value = _zeros((*size, shape.value_dim), dtype, device)
+        if dtype == torch.int8:
+            self.key_scale = _zeros(size, torch.float32, device)
+            self.value_scale = _zeros(size, torch.float32, device)
         self._heads = torch.arange(shape.kv_heads, device=device)
 
-    def slots(self, block: Tensor, offset: Tensor) -> Tensor:
-        """Flat positions [kv_heads · T] of tokens at (block, offset), for `write`."""
-        rows = block[None] * self.shape.kv_heads + self._heads[:, None]
-        return (rows * self.block_size + offset[None]).flatten()
+    def slots(self, block: np.ndarray, offset: np.ndarray) -> Tensor:
+        """Flat positions [kv_heads · T] of tokens at (block, offset), int64 [T] each, for `write`."""
+        rows = block[None] * self.shape.kv_heads + np.arange(self.shape.kv_heads)[:, None]
+        return torch.from_numpy((rows * self.block_size + offset[None]).reshape(-1)).to(self.key.device)
 
     def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
         """key, value: [kv_heads, T, dim]."""

@@ -79,8 +79,10 @@ def _first_above(ends: np.ndarray, target: float) -> int:
     return index if index < len(ends) else int(np.searchsorted(ends, ends[-1]))
 
 
-def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> SampleResult:
+def sample(logits: Tensor, rows: Sequence[SamplingRow], best: Sequence[int] | None = None) -> SampleResult:
     """Choose one token for each row of logits [len(rows), vocab], of any float dtype, on any device.
+
+    best: each row's argmax where it is known already (of a NaN if there is one).
 
     Rows that take the most likely token of the raw logits cost one pass over them; each other row
     is worked on by itself. The logits are not changed.
@@ -92,9 +94,8 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> SampleResult:
     if logits.device.type == "cpu":
         # numpy's argmax is several times as fast as torch's on a CPU; both name a NaN if there is one.
         host = logits.float().numpy()
-        best = host.argmax(axis=1)
-        token_ids = best.tolist()
-        finite = np.isfinite(host[np.arange(len(rows)), best]).tolist()
+        token_ids = host.argmax(axis=1).tolist() if best is None else list(best)
+        finite = np.isfinite(host[np.arange(len(rows)), token_ids]).tolist()
         slow = [i for i, row in enumerate(rows) if finite[i] and not _is_argmax(row, token_ids[i])]
         raw = {i: host[i] for i in slow}
     else:

@@ -50,12 +50,16 @@ class KVShape(NamedTuple):
     value_dim: int
 
     def bytes_per_token(self, dtype: torch.dtype) -> int:
-        return self.layers * self.kv_heads * (self.key_dim + self.value_dim) * dtype.itemsize
+        """int8 counts the two fp32 scales of each position and head."""
+        scales = 8 if dtype == torch.int8 else 0
+        return self.layers * self.kv_heads * ((self.key_dim + self.value_dim) * dtype.itemsize + scales)
 
 
 class RunnerOutput(NamedTuple):
     logits: Tensor  # [sampled rows, vocabulary], model dtype
     hidden: Tensor | None  # [sampled rows, hidden]: what went into the head
+    best: list[int] | None = None  # per sampled row, the largest logit's index, where it came for free
+    finite: list[bool] | None = None  # per request, whether its last token came out finite, likewise
 
 
 class HFRunner:
@@ -76,6 +80,8 @@ class HFRunner:
         if head is not None:
             head.register_forward_pre_hook(self._keep_hidden)
         self.kv_shape = self._probe(model.name)
+        self.max_positions = model.max_model_len
+        self.vocab_size: int = self.module.config.get_text_config().vocab_size
 
     def _keep_hidden(self, _module: nn.Module, args: tuple[Tensor, ...]) -> None:
         self._hidden = args[0][0]

@@ -19,6 +19,7 @@ from perflab.measure import quality, stats
 
 TEXT_TOKENS = 48
 REFERENCE = {
+    "runner": "torch",
     "attention": "sdpa",
     "packed_linears": False,
     "max_num_seqs": 1,
@@ -48,6 +49,8 @@ def logits(scorer: Scorer, ids: Sequence[Sequence[int]]) -> list[np.ndarray]:
 
 def numeric_key(config: EngineConfig, dtype: str) -> str:
     """What decides a configuration's numbers; variants that share it are scored once."""
+    if config.runner != "torch":
+        return f"{dtype}, {config.runner} runner, {config.weights} weights, {config.kv_dtype} KV"
     return f"{dtype}, {config.attention} attention, {'packed' if config.packed_linears else 'plain'} weights"
 
 

@@ -309,15 +309,15 @@ class EngineMaker:
     """Makes engines that share one runner per model and kind of weights: packing takes seconds."""
 
     def __init__(self) -> None:
-        self._runners: dict[tuple[int, bool], Any] = {}
+        self._runners: dict[tuple[object, ...], Any] = {}
 
     def __call__(self, model: Any, config: EngineConfig) -> Any:
         from perflab.engine.engine import Engine
-        from perflab.models.runner import HFRunner
+        from perflab.models.runners import make_runner, runner_key
 
-        key = id(model), config.packed_linears
+        key = id(model), *runner_key(config)
         if key not in self._runners:
-            self._runners[key] = HFRunner(model, packed=config.packed_linears)
+            self._runners[key] = make_runner(model, config)
         return Engine(model, config, runner=self._runners[key])
 
 
