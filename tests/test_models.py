@@ -211,6 +211,39 @@ def test_facts_that_cannot_be_kept_are_no_error(
     assert load(remembered, dtype="fp32", device="cpu").max_model_len == 1024
 
 
+def test_a_known_directory_is_served_without_its_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, embedded: LoadedModel
+) -> None:
+    monkeypatch.setenv("PERFLAB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(identity, "_SMALL", 0)
+    path = saved(tmp_path / "m", vocab_size=len(embedded.tokenizer))
+    embedded.tokenizer.save_pretrained(path)
+    first, later = load(path, device="cpu"), load(path, device="cpu")
+    assert [span.name for span in first.load_spans] == ["import", "tokenizer", "weights", "fingerprint"]
+    assert [span.name for span in later.load_spans] == ["tokenizer", "identity"]
+    assert (later.name, later.fingerprint, later.dtype) == ("m", first.fingerprint, first.dtype)
+    assert later.chat("hi") == first.chat("hi")
+    ids = torch.arange(20)[None]
+    assert torch.equal(later.module(ids).logits, first.module(ids).logits)
+    assert [span.name for span in later.load_spans] == ["tokenizer", "identity", "import", "weights"]
+    assert load(path, device="cpu", trust_remote_code=True).deferred is None
+    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7]}))
+    assert load(path, device="cpu").stop_token_ids == (7, 2)
+
+
+def test_a_known_directory_whose_weights_are_gone_says_so_when_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PERFLAB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(identity, "_SMALL", 0)
+    path = saved(tmp_path / "m")
+    load(path, device="cpu")
+    model = load(path, device="cpu")
+    (path / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match=r"holds no weights"):
+        _ = model.module
+
+
 def test_small_files_are_not_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PERFLAB_CACHE", str(tmp_path / "cache"))
     load(gguf_file(tmp_path / "m.gguf", tiny(**GGUF_SIZES), "llama"))

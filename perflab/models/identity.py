@@ -1,8 +1,8 @@
 """What is known of a checkpoint since its weights were last read: enough to serve it without reading them.
 
 Owns the small files in the cache's `identity` directory, safe to delete at any time. An entry holds
-for files of the same place, size and times, one dtype and one version of transformers (which decides
-what a configuration says). Does not know how the facts are found out.
+for files of the same place, size and times, one choice of dtype and one version of transformers (which
+decides what a configuration says). Does not know how the facts are found out.
 """
 
 from __future__ import annotations
@@ -31,23 +31,26 @@ class Identity:
     stop_token_ids: tuple[int, ...]
     defaults: SamplingParams
     max_model_len: int
+    dtype: str  # torch's name for it, such as bfloat16
     notes: tuple[str, ...]
 
 
-def stamp(files: Iterable[Path]) -> str | None:
-    """Which files these are, as far as the file system tells; None where looking up does not pay."""
-    stats = [(str(path.resolve()), path.stat()) for path in files]
+def key(files: Iterable[Path], asked: str) -> str | None:
+    """What the facts of these files hold for; None where looking them up does not pay.
+
+    `asked` says what else decides about them: the dtype, or how it is chosen.
+    """
+    stats = [(str(path.resolve()), path.stat()) for path in sorted(files)]
     if sum(stat.st_size for _, stat in stats) < _SMALL:
         return None
     rows = [(name, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for name, stat in stats]
-    return json.dumps([_FORMAT, importlib.metadata.version("transformers"), rows])
+    return json.dumps([_FORMAT, importlib.metadata.version("transformers"), asked, rows])
 
 
-def recall(stamp: str | None, dtype: object) -> Identity | None:
-    """The facts of these files in `dtype`, None where they are unknown or the entry is damaged."""
-    if stamp is None:
+def recall(key: str | None) -> Identity | None:
+    """The facts kept under `key`, None where there are none or the entry is damaged."""
+    if key is None:
         return None
-    key = f"{stamp} {dtype}"
     try:
         proof, body = _path(key).read_text(encoding="utf-8").split("\n", 1)
         if proof != _hash(key + body):
@@ -60,15 +63,16 @@ def recall(stamp: str | None, dtype: object) -> Identity | None:
         stop_token_ids=tuple(facts["stop_token_ids"]),
         defaults=SamplingParams(**facts["defaults"]),
         max_model_len=facts["max_model_len"],
+        dtype=facts["dtype"],
         notes=tuple(facts["notes"]),
     )
 
 
-def remember(stamp: str | None, dtype: object, identity: Identity) -> None:
+def remember(key: str | None, identity: Identity) -> None:
     """Keep the facts for later processes. Best effort: a cache that cannot be written to keeps nothing."""
-    if stamp is None:
+    if key is None:
         return
-    key, body = f"{stamp} {dtype}", json.dumps(asdict(identity))
+    body = json.dumps(asdict(identity))
     path = _path(key)
     draft = path.with_suffix(f".{os.getpid()}")
     with contextlib.suppress(OSError):

@@ -8,8 +8,7 @@ for. Does not know how a model is run.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from dataclasses import fields
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -146,33 +145,26 @@ def choose_dtype(own: torch.dtype | None, device: torch.device) -> torch.dtype:
 def _load_gguf(
     name: str, path: Path, wanted: torch.dtype | None, device: torch.device, say: Progress, spans: _Stopwatch
 ) -> LoadedModel:
-    stamp = identity.stamp([path]) if device.type == "cpu" else None
+    key = _key([path], wanted, device)
     file = gguf.read(path)
     own = {"F32": torch.float32, "F16": torch.float16}.get(file.quantization, torch.bfloat16)
     dtype = wanted or choose_dtype(own, device)
     say("Reading the tokenizer")
     tokenizer, notes = gguf_model.build_tokenizer(file)
     spans.mark("tokenizer")
+    if file.quantization not in ("F32", "F16", "BF16"):
+        notes = (f"weights are dequantised from {file.quantization}", *notes)
 
     def read(spans: _Stopwatch) -> torch.nn.Module:
         _import_models(say, spans)
         say("Reading the weights")
         module = gguf_model.build_model(file, dtype).to(device)
         spans.mark("weights")
-        return freeze(module)
+        return module
 
-    if (known := identity.recall(stamp, dtype)) is not None:
-        spans.mark("identity")
-        return _deferred(name, known, read, tokenizer, dtype, spans)
-    if file.quantization not in ("F32", "F16", "BF16"):
-        notes = (f"weights are dequantised from {file.quantization}", *notes)
-    model = _assemble(name, read(spans), tokenizer, notes, spans)
-    identity.remember(
-        stamp,
-        dtype,
-        Identity(model.fingerprint, model.stop_token_ids, model.defaults, model.max_model_len, model.notes),
-    )
-    return model
+    if (known := identity.recall(key)) is not None:
+        return _deferred(name, known, read, tokenizer, spans)
+    return _assemble(name, read(spans), tokenizer, notes, spans, key)
 
 
 def _load_directory(
@@ -202,18 +194,37 @@ def _load_hub(
     say: Progress,
     spans: _Stopwatch,
 ) -> LoadedModel:
-    _import_models(say, spans)
-    say(f"Looking at {name}")
-    source = hub.find(name, trust_remote_code)
-    dtype = wanted or choose_dtype(source.dtype, device)
+    path = Path(name)
+    local = path.is_dir() and not trust_remote_code
+    key = _key((file for file in path.iterdir() if file.is_file()), wanted, device) if local else None
+    display = path.name if path.is_dir() else name
+
+    def look(spans: _Stopwatch) -> hub.Checkpoint:
+        _import_models(say, spans)
+        say(f"Looking at {name}")
+        return hub.find(name, trust_remote_code)
+
+    def read(source: hub.Checkpoint, spans: _Stopwatch) -> torch.nn.Module:
+        say("Reading the weights")
+        module = source.model(wanted or choose_dtype(source.dtype, device), device)
+        spans.mark("weights")
+        return module
+
+    known = identity.recall(key)
+    source = look(spans) if known is None else hub.Checkpoint(name, None, {"trust_remote_code": False})
     say("Reading the tokenizer")
     tokenizer, notes = source.tokenizer()
     spans.mark("tokenizer")
-    say("Reading the weights")
-    module = freeze(source.model(dtype, device))
-    spans.mark("weights")
-    display = Path(name).name if Path(name).is_dir() else name
-    return _assemble(display, module, tokenizer, (*source.notes, *notes), spans)
+    if known is not None:
+        return _deferred(display, known, lambda spans: read(look(spans), spans), tokenizer, spans)
+    return _assemble(display, read(source, spans), tokenizer, (*source.notes, *notes), spans, key)
+
+
+def _key(files: Iterable[Path], wanted: torch.dtype | None, device: torch.device) -> str | None:
+    """What the facts of these files are kept under; None where they are not kept: on other devices."""
+    if device.type != "cpu":
+        return None
+    return identity.key(files, str(wanted or f"auto, bf16 {runs_bf16_fast(device)}"))
 
 
 def _deferred(
@@ -221,46 +232,65 @@ def _deferred(
     known: Identity,
     read: Callable[[_Stopwatch], torch.nn.Module],
     tokenizer: Any,
-    dtype: torch.dtype,
     spans: _Stopwatch,
 ) -> LoadedModel:
     """A model on the CPU whose weights wait until they are asked for."""
 
     def read_now() -> tuple[torch.nn.Module, tuple[Span, ...]]:
         later = _Stopwatch()
-        return read(later), tuple(later.spans)
+        return freeze(read(later)), tuple(later.spans)
 
+    spans.mark("identity")
     return LoadedModel(
         name=name,
+        fingerprint=known.fingerprint,
         module=None,  # type: ignore[arg-type]
         config=None,
         tokenizer=tokenizer,
-        dtype=dtype,
+        stop_token_ids=known.stop_token_ids,
+        defaults=known.defaults,
+        max_model_len=known.max_model_len,
+        dtype=getattr(torch, known.dtype),
         device=torch.device("cpu"),
+        notes=known.notes,
         load_spans=tuple(spans.spans),
         deferred=Deferred(read_now),
-        **{fact.name: getattr(known, fact.name) for fact in fields(known)},
     )
 
 
 def _assemble(
-    name: str, module: torch.nn.Module, tokenizer: Any, notes: tuple[str, ...], spans: _Stopwatch
+    name: str,
+    module: torch.nn.Module,
+    tokenizer: Any,
+    notes: tuple[str, ...],
+    spans: _Stopwatch,
+    key: str | None,
 ) -> LoadedModel:
+    """A model whose weights are here; what was found out about it is kept under `key`."""
+    freeze(module)
     config: Any = module.config
     weight = next(module.parameters())
     if weight.device.type == "cpu" and weight.dtype == torch.float16:
         notes = (*notes, "fp16 has no fast path on this CPU: expect it to be slower than fp32")
-    digest = fingerprint(module, config)
-    spans.mark("fingerprint")
-    return LoadedModel(
-        name=name,
-        fingerprint=digest,
-        module=module,
-        config=config,
-        tokenizer=tokenizer,
+    facts = Identity(
+        fingerprint=fingerprint(module, config),
         stop_token_ids=stop_tokens(module.generation_config, tokenizer),
         defaults=sampling_defaults(module.generation_config),
         max_model_len=int(config.max_position_embeddings),
+        dtype=str(weight.dtype).removeprefix("torch."),
+        notes=notes,
+    )
+    spans.mark("fingerprint")
+    identity.remember(key, facts)
+    return LoadedModel(
+        name=name,
+        fingerprint=facts.fingerprint,
+        module=module,
+        config=config,
+        tokenizer=tokenizer,
+        stop_token_ids=facts.stop_token_ids,
+        defaults=facts.defaults,
+        max_model_len=facts.max_model_len,
         dtype=weight.dtype,
         device=weight.device,
         notes=notes,
