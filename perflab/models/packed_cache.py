@@ -12,13 +12,14 @@ several changes in one block whose sum is zero: proof against bad disks, not aga
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import mmap
 import os
 import re
+import secrets
 import struct
-import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -56,13 +57,11 @@ def load(key: str) -> tuple[dict[str, Any], dict[str, np.ndarray]] | None:
         found = _read(mapped, key) if mapped is not None else None
     except (ValueError, TypeError, KeyError, AttributeError, struct.error):
         found = None
-    try:
+    with contextlib.suppress(OSError):
         if found is None:
             path.unlink()
         else:
             os.utime(path)  # used now: the last to be evicted
-    except OSError:
-        pass
     return found
 
 
@@ -76,13 +75,11 @@ def save(key: str, meta: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) ->
     header, start, size = _layout(key, meta, arrays)
     if start + size > limit:
         return
-    path, draft = _path(key), None
+    path = _path(key)
+    draft = path.with_name(f"{key}.{secrets.token_hex(8)}.draft")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(
-            dir=path.parent, prefix=f"{key}.", suffix=".draft", delete=False
-        ) as file:
-            draft = Path(file.name)
+        with draft.open("x+b") as file:
             file.truncate(start + size)
             entries = json.loads(header)["arrays"]
             for name, array in arrays.items():
@@ -94,11 +91,10 @@ def save(key: str, meta: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) ->
             file.seek(0)
             file.write(_PRELUDE.pack(_MAGIC, len(header), digest) + header)
         os.replace(draft, path)
-        draft = None
         _evict(path, limit)
     except OSError:
-        if draft is not None:
-            draft.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            draft.unlink()
 
 
 def limit_bytes() -> int:
