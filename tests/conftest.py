@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -12,6 +14,14 @@ from perflab.models.loaded import LoadedModel
 @pytest.fixture(scope="session", autouse=True)
 def _two_threads() -> None:
     torch.set_num_threads(2)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _nothing_packed_before() -> Iterator[None]:
+    """Tests pack for themselves: what an earlier build packed must not answer for this one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PERFLAB_PACKED_CACHE_BYTES", "0")
+        yield
 
 
 @pytest.fixture(scope="session")

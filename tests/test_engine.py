@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import random
+from dataclasses import replace
 from functools import cache
 
+import numpy as np
 import pytest
 import torch
 from fake_model import advance, assert_empty, drain, take
@@ -13,21 +16,29 @@ from test_scheduler import script
 from benchmarks.parity import generate_alone
 from perflab.config import EngineConfig
 from perflab.engine.attention import StepAttention
+from perflab.engine.batch import Batch
 from perflab.engine.engine import Engine
+from perflab.engine.kv_tensors import KVTensors
 from perflab.engine.llm import LLM
+from perflab.engine.native import NativeAttention
 from perflab.errors import Rejected, StepFailed
+from perflab.models import kernels
+from perflab.models.kernels import Team
 from perflab.models.loaded import LoadedModel
+from perflab.models.runner import KVShape
 from perflab.models.tiny import ARCHITECTURES, tiny
 from perflab.types import Request, SamplingParams
 
 ONE_THREAD = pytest.mark.usefixtures("one_thread")
 pytestmark = ONE_THREAD
 
+NATIVE = kernels.library() is not None
+NEEDS_KERNELS = pytest.mark.skipif(not NATIVE, reason=kernels.why_missing())
+LLAMA_SHAPED = ("llama", "mistral", "qwen2", "qwen3")
+RUNNERS = ("torch", pytest.param("native", marks=NEEDS_KERNELS))
+
 CONFIGURATIONS = {
     "defaults": {},
-    "eager": {"attention": "eager"},
-    "sdpa": {"attention": "sdpa"},
-    "packed": {"packed_linears": True},
     "chunks and preemption": {"max_num_batched_tokens": 16, "num_blocks": 14},
     "static": {"batching": "static", "max_num_seqs": 2},
     "dynamic": {"batching": "dynamic", "max_num_seqs": 3, "batch_timeout_s": 0.001},
@@ -35,6 +46,25 @@ CONFIGURATIONS = {
     "no chunks": {"chunked_prefill": False},
     "no cache": {"kv_cache": False},
 }
+TORCH_ONLY = {
+    "eager": {"attention": "eager"},
+    "sdpa": {"attention": "sdpa"},
+    "packed": {"packed_linears": True},
+}
+PATHS = {"torch": {"runner": "torch"}, "native": {"runner": "native"}}
+PATHS["native attention"] = {"runner": "torch", "attention": "native"}
+
+
+def parity_cases():
+    """Every configuration by each path that an architecture has: modules of transformers, the same with
+    native attention, and for Llama's shape the native runner."""
+    for arch in ARCHITECTURES:
+        for path, switches in PATHS.items():
+            if path == "native" and arch not in LLAMA_SHAPED:
+                continue
+            for name, options in {**CONFIGURATIONS, **(TORCH_ONLY if path == "torch" else {})}.items():
+                marks = () if path == "torch" else NEEDS_KERNELS
+                yield pytest.param(arch, {**switches, **options}, id=f"{arch}-{path}-{name}", marks=marks)
 
 
 @pytest.fixture(autouse=True)
@@ -78,11 +108,10 @@ def greedy(count: int, **more) -> SamplingParams:
 # -- parity ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", CONFIGURATIONS)
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_greedy_tokens_are_those_of_generate(arch: str, name: str) -> None:
+@pytest.mark.parametrize(("arch", "options"), [*parity_cases()])
+def test_greedy_tokens_are_those_of_generate(arch: str, options: dict) -> None:
     prompts, answers = prompts_and_answers(arch)
-    engine = engine_for(tiny_model(arch), **CONFIGURATIONS[name])
+    engine = engine_for(tiny_model(arch), **options)
     tokens = run(engine, [Request(str(i), prompt, greedy(16)) for i, prompt in enumerate(prompts)])
     assert [tokens[str(i)] for i in range(len(prompts))] == answers
 
@@ -91,11 +120,12 @@ def test_one_model_serves_engines_of_different_kinds_at_once_and_stays_as_it_was
     model = tiny_model("llama")
     before = {name: type(child) for name, child in model.module.named_modules()}
     prompts, answers = prompts_and_answers("llama")
-    engines = [engine_for(model, packed_linears=packed) for packed in (True, False)]
+    kinds = [{"runner": "torch", "packed_linears": packed} for packed in (True, False)]
+    engines = [engine_for(model, **kind) for kind in (*kinds, {"runner": "auto"}, {"runner": "auto"})]
     for engine in engines:
         for index, prompt in enumerate(prompts):
             engine.submit(Request(str(index), prompt, greedy(16)))
-    tokens: list[dict[str, list[int]]] = [{}, {}]
+    tokens: list[dict[str, list[int]]] = [{} for _ in engines]
     while any(engine.has_work for engine in engines):
         for engine, got in zip(engines, tokens, strict=True):
             take(got, advance(engine))
@@ -122,7 +152,7 @@ def real_script(seed: int) -> None:
         engine = engine_for(model, **options)
 
         def answer(prompt: list[int], sampling: SamplingParams) -> list[int]:
-            reference = engine_for(model, attention="eager", prefix_cache=False)
+            reference = engine_for(model, runner="torch", attention="eager", prefix_cache=False)
             return run(
                 reference,
                 [
@@ -142,55 +172,69 @@ def real_script(seed: int) -> None:
 # -- batch shapes: no padding, no NaN, masked rows ----------------------------------------------
 
 
-@pytest.mark.parametrize("attention", ["eager", "sdpa", "batched"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_short_row_beside_a_long_one_has_the_logits_it_has_alone(dtype, attention, monkeypatch) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [
+        *(
+            pytest.param(dtype, {"runner": "torch", "attention": kind}, id=f"{dtype}-{kind}")
+            for dtype in (torch.float32, torch.bfloat16, torch.float16)
+            for kind in ("eager", "sdpa", "batched")
+        ),
+        *(
+            pytest.param(dtype, options, id=f"{dtype}-{name}", marks=NEEDS_KERNELS)
+            for dtype in (torch.float32, torch.bfloat16)
+            for name, options in {
+                "native": {"runner": "native"},
+                "native attention": {"runner": "torch", "attention": "native"},
+                "int8": {"weights": "int8"},
+                "int4": {"weights": "int4"},
+                "int8 KV": {"kv_dtype": "int8", "runner": "native"},
+            }.items()
+        ),
+    ],
+)
+def test_a_short_row_beside_a_long_one_has_the_logits_it_has_alone(dtype, options) -> None:
     """Rows share a step, not positions or padding; nothing is NaN, not even over never written blocks."""
     model = in_dtype(tiny_model("llama"), dtype)
-    seen: list[torch.Tensor] = []
-
-    def spy(self, batch, step):
-        logits = forward(self, batch, step)
-        assert torch.isfinite(logits).all()
-        seen.append(logits[batch.sample_start[0]].float())
-        return logits
-
-    engine = engine_for(model, attention=attention)
-    forward = type(engine.executor)._forward
-    monkeypatch.setattr(type(engine.executor), "_forward", spy)
     short, long = (
         list(b"Short prompt"),
         list(b"A much longer prompt, of sixty bytes or so, to stand beside it."),
     )
-    run(engine, [Request("short", short, greedy(30))])
-    alone, seen[:] = seen[:], []
-    run(
-        engine_for(model, attention=attention),
-        [Request("short", short, greedy(30)), Request("long", long, greedy(30))],
-    )
+
+    def logits_of_first(requests: list[Request]) -> list[torch.Tensor]:
+        engine = engine_for(model, **options)
+        forward, seen = engine.executor._forward, []
+
+        def spy(batch, kv):
+            output = forward(batch, kv)
+            assert torch.isfinite(output.logits).all()
+            seen.append(output.logits[batch.sample_start[0]].float().clone())
+            return output
+
+        engine.executor._forward = spy
+        run(engine, requests)
+        return seen
+
+    alone = logits_of_first([Request("short", short, greedy(30))])
+    beside = logits_of_first([Request("short", short, greedy(30)), Request("long", long, greedy(30))])
     tolerance = {torch.float32: 1e-4, torch.bfloat16: 0.25, torch.float16: 0.03}[dtype]
-    same = next((i for i, (a, b) in enumerate(zip(alone, seen, strict=True)) if a.argmax() != b.argmax()), 30)
-    for a, b in zip(alone[: same + 1], seen[: same + 1], strict=True):
+    pairs = list(zip(alone, beside, strict=True))
+    same = next((i for i, (a, b) in enumerate(pairs) if a.argmax() != b.argmax()), 30)
+    for a, b in pairs[: same + 1]:
         assert (a - b).abs().max() <= tolerance
     assert same == 30 or dtype is not torch.float32
 
 
 def in_dtype(model: LoadedModel, dtype: torch.dtype) -> LoadedModel:
-    import copy
-    from dataclasses import replace
-
-    return replace(model, module=copy.deepcopy(model.module).to(dtype), dtype=dtype)
+    module = copy.deepcopy(model.module).to(dtype)
+    return replace(model, module=module, dtype=dtype, fingerprint=f"{model.fingerprint}-{dtype}")
 
 
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("sinks", [False, True])
-def test_batched_attention_equals_the_written_out_one(window, softcap, sinks) -> None:
+def test_other_attention_equals_the_written_out_one(window, softcap, sinks) -> None:
     """Decode rows, draft-like rows, chunks and whole prompts in one step, over a scattered pool."""
-    from perflab.engine.batch import Batch
-    from perflab.engine.kv_tensors import KVTensors
-    from perflab.models.runner import KVShape
-
     rng = torch.Generator().manual_seed(0)
     heads, kv_heads, dim, size = 6, 2, 8, 4
     rows = [(1, 9), (1, 30), (1, 3), (4, 12), (4, 5), (7, 7), (20, 33), (1, 1)]
@@ -198,29 +242,26 @@ def test_batched_attention_equals_the_written_out_one(window, softcap, sinks) ->
     tables = [[free.pop() for _ in range(-(-kv // size))] for _, kv in rows]
     total = sum(q for q, _ in rows)
     positions = [p for q, kv in rows for p in range(kv - q, kv)]
-    owner = [i for i, (q, _) in enumerate(rows) for _ in range(q)]
     starts = [sum(q for q, _ in rows[:i]) for i in range(len(rows) + 1)]
     batch = Batch(
-        input_ids=torch.zeros(1, total, dtype=torch.int64),
-        position_ids=torch.tensor([positions]),
+        token_ids=np.zeros(total, np.int64),
+        positions=np.array(positions),
         query_start=starts,
         query_len=[q for q, _ in rows],
         kv_len=[kv for _, kv in rows],
         block_tables=tables,
-        slot_block=torch.tensor([tables[row][p // size] for row, p in zip(owner, positions, strict=True)]),
-        slot_offset=torch.tensor(positions) % size,
-        sample_rows=torch.arange(total),
+        sample_rows=list(range(total)),
         sample_start=starts,
     )
     query, key, value = (torch.randn(1, n, total, dim, generator=rng) for n in (heads, kv_heads, kv_heads))
     past = torch.randn(2, 1, 201, kv_heads, size, dim, generator=rng)
     outputs = []
-    for kind in ("eager", "sdpa", "batched"):
+    for kind in ("eager", "sdpa", "batched", *(["native"] if NATIVE else [])):
         kv = KVTensors(KVShape(1, kv_heads, dim, dim), 200, size, torch.float32, torch.device("cpu"))
         kv.key.copy_(past[0])
         kv.value.copy_(past[1])
         sink = torch.linspace(-1, 1, heads) if sinks else None
-        step = StepAttention(batch, kv, kind)
+        step = NativeAttention(batch, kv, Team(2)) if kind == "native" else StepAttention(batch, kv, kind)
         outputs.append(
             step.attend(0, query, key, value, scaling=0.4, sliding_window=window, softcap=softcap, sinks=sink)
         )
@@ -355,36 +396,40 @@ def test_the_n_samples_differ_and_the_first_is_the_lone_one() -> None:
 # -- a step that fails ------------------------------------------------------------------------
 
 
-def fail_on(engine: Engine, token: int, error: Exception | None, rows: int | None = None) -> list[int]:
-    """Make the model raise (or give NaN) wherever `token` is among the inputs; returns batch sizes seen."""
+def fail_on(engine: Engine, token: int, error: Exception, rows: int | None = None) -> list[int]:
+    """Make the model raise wherever `token` is among the inputs, or with more rows; returns batch sizes."""
     forward, sizes = engine.executor._forward, []
 
-    def faulty(batch, step):
+    def faulty(batch, kv):
         sizes.append(len(batch.query_len))
-        bad = (batch.input_ids[0] == token).nonzero().flatten().tolist()
-        if rows is not None and len(batch.query_len) > rows and error is not None:
+        if token in batch.token_ids if rows is None else len(batch.query_len) > rows:
             raise error
-        if bad and error is not None and rows is None:
-            raise error
-        logits = forward(batch, step).clone()
-        if bad:
-            for row, (start, end) in enumerate(zip(batch.query_start, batch.query_start[1:], strict=False)):
-                if any(start <= index < end for index in bad):
-                    logits[batch.sample_start[row] : batch.sample_start[row + 1]] = float("nan")
-        return logits
+        return forward(batch, kv)
 
     engine.executor._forward = faulty
     return sizes
 
 
+def poisoned(model: LoadedModel, token: int) -> LoadedModel:
+    """The same model, but `token` comes out as NaN."""
+    module = copy.deepcopy(model.module)
+    with torch.no_grad():
+        module.get_input_embeddings().weight[token] = float("nan")
+    return replace(model, module=module, fingerprint=f"{model.fingerprint}-poisoned-{token}")
+
+
+@pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 8}], ids=["whole", "chunks"])
+@pytest.mark.parametrize("runner", RUNNERS)
 @pytest.mark.parametrize("error", [None, RuntimeError("broken kernel"), ZeroDivisionError("x")])
-def test_a_failing_request_goes_down_alone(error) -> None:
-    model = tiny_model("llama")
+def test_a_failing_request_goes_down_alone(error, runner, options) -> None:
+    model = poisoned(tiny_model("llama"), 255) if error is None else tiny_model("llama")
     prompts = [[i + 1] * 9 for i in range(5)]
     poison = [255] * 20
-    good = run(engine_for(model), [Request(str(i), p, greedy(6)) for i, p in enumerate(prompts)])
-    engine = engine_for(model)
-    sizes = fail_on(engine, 255, error)
+    good = run(
+        engine_for(model, runner=runner), [Request(str(i), p, greedy(6)) for i, p in enumerate(prompts)]
+    )
+    engine = engine_for(model, runner=runner, **options)
+    sizes = fail_on(engine, 255, error) if error is not None else []
     requests = [Request(str(i), p, greedy(6)) for i, p in enumerate(prompts)]
     tokens = run(engine, [*requests[:3], Request("poison", poison, greedy(6)), *requests[3:]])
     assert {name: tokens[name] for name in good} == good
@@ -392,12 +437,24 @@ def test_a_failing_request_goes_down_alone(error) -> None:
     assert record.outcome == "failed"
     assert "not finite" in record.error or "broken kernel" in record.error or "ZeroDivision" in record.error
     assert engine.health.ready
-    if error is not None:
+    if sizes and not options:
         assert sizes[0] == 6
         assert len(sizes[: sizes.index(1)]) <= 4, "halves: about log2 of the rows"
     assert [event.subject for event in engine.events if event.kind == "request_failed"] == ["poison"]
     fresh = run(engine, [Request("again", prompts[0], greedy(6))])["again"]
     assert fresh == good["0"], "blocks that held NaN were wiped"
+
+
+@NEEDS_KERNELS
+@pytest.mark.parametrize("options", [{"weights": "int8"}, {"kv_dtype": "int8"}, {"weights": "int4"}])
+def test_nan_stays_with_its_row_through_8_and_4_bits(options) -> None:
+    model = poisoned(in_dtype(tiny_model("llama"), torch.bfloat16), 255)
+    engine = engine_for(model, **options)
+    good = run(engine, [Request("good", [1] * 9, greedy(6))])["good"]
+    tokens = run(engine, [Request("poison", [255] * 20, greedy(6)), Request("again", [1] * 9, greedy(6))])
+    assert tokens["again"] == good
+    assert [record.outcome for record in engine.records] == ["completed", "failed", "completed"]
+    assert run(engine, [Request("fresh", [1] * 40, greedy(6))])["fresh"]
 
 
 def test_running_out_of_memory_shrinks_the_batch_and_loses_nobody() -> None:
@@ -418,10 +475,10 @@ def test_a_chunk_too_large_for_memory_is_computed_in_smaller_ones() -> None:
     engine = engine_for(model)
     forward = engine.executor._forward
 
-    def small_memory(batch, step):
-        if batch.input_ids.shape[1] > 30:
+    def small_memory(batch, kv):
+        if len(batch.token_ids) > 30:
             raise MemoryError("no memory")
-        return forward(batch, step)
+        return forward(batch, kv)
 
     engine.executor._forward = small_memory
     assert run(engine, [Request("a", prompt, greedy(4))]) == good
@@ -432,10 +489,10 @@ def test_a_broken_engine_says_so_fails_who_waits_and_comes_back() -> None:
     engine = engine_for(model, max_num_seqs=2)
     run_step, broken = engine.executor._forward, [True]
 
-    def faulty(batch, step):
+    def faulty(batch, kv):
         if broken[0]:
             raise RuntimeError("device lost")
-        return run_step(batch, step)
+        return run_step(batch, kv)
 
     engine.executor._forward = faulty
     for index in range(5):

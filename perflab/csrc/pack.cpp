@@ -21,13 +21,15 @@ float from_bf16(uint16_t half) {
   return x;
 }
 
-int clamp(float x, int low, int high) { return x < low ? low : x > high ? high : (int)x; }
+int clamp(float x, int low, int high) { return !(x > low) ? low : x < high ? (int)x : high; }  // NaN: low
+
+// The larger magnitude of the two; a NaN wins, so that a broken weight stays visible in its scale.
+float extreme_of(float a, float b) { return fabsf(b) > fabsf(a) || b != b ? b : a; }
 
 // Symmetric with the full range: the largest magnitude becomes -8 (as ggml's Q4_0 does).
 float int4_scale(const float* w, int count) {
   float extreme = 0;
-  for (int i = 0; i < count; i++)
-    if (fabsf(w[i]) > fabsf(extreme)) extreme = w[i];
+  for (int i = 0; i < count; i++) extreme = extreme_of(extreme, w[i]);
   return from_bf16(to_bf16(extreme / -8.f));
 }
 
@@ -42,7 +44,7 @@ void pack_column(int32_t format, const float* w, int32_t k, int lane, uint8_t* p
     }
   } else if (format == INT8) {
     float most = 0;
-    for (int i = 0; i < k; i++) most = fmaxf(most, fabsf(w[i]));
+    for (int i = 0; i < k; i++) most = extreme_of(most, fabsf(w[i]));
     *scale = most / 127.f;
     for (int i = 0; i < padded(k, 4); i++) {
       float q = i < k && most > 0 ? rintf(w[i] / *scale) : 0;
