@@ -163,6 +163,24 @@ def test_takeaways_say_what_the_figures_show(study_dir):
     assert "unexplained" in takeaways.where_time_goes(analysis)
 
 
+def test_a_faster_variant_of_other_quality_is_named_with_its_quality_and_not_the_headline(study_dir):
+    analysis = analyse([study_dir])
+    base, cached, other = analysis.summaries
+    other.first = other.previous = replace(cached.first, ratio=Estimate(9.0, 8.0, 10.0, 3))
+    for kl, best, tone in ((0.01, other, ""), (0.4, cached, "flag")):
+        other.quality = {**other.quality, "kl_nats": {**other.quality["kl_nats"], "value": kl}}
+        assert analysis.best is best
+        assert tables.ladder(analysis).rows[2][8].tone == tone
+    top = headline(analysis)
+    assert top.title.startswith("3.00×")
+    assert "“other attention” reaches 9.00×, with different quality (top-1" in top.detail
+    assert "different quality" in takeaways.ladder(analysis)
+    labels = [note["text"] for note in strict(figures.ladder(analysis.summaries))["layout"]["annotations"]]
+    assert ["top-1" in label for label in labels] == [False, False, True]
+    analysis.summaries = [base, other]
+    assert analysis.best is other, "where nothing else is proven, it is the best"
+
+
 def test_a_single_failed_run_still_makes_a_report(tmp_path):
     store.write_run(tmp_path / "one", failed_run())
     out = html.write_report([tmp_path / "one"], tmp_path / "r.html")

@@ -12,13 +12,14 @@ from pathlib import Path
 import pytest
 from fake_target import FakeEngine, FakeModel
 
+from perflab.config import EngineConfig
 from perflab.errors import ConfigError, ModelError, StoreError, WorkloadError
 from perflab.load.workloads import synthetic
 from perflab.measure.metrics import SLO
 from perflab.measure.validity import Noise
 from perflab.models.tiny import tiny
 from perflab.report.analysis import analyse, headline
-from perflab.studies import ladder, plan, session, store
+from perflab.studies import ladder, plan, quality, session, store
 from perflab.studies.define import Study, Variant, load_study_file
 from perflab.studies.store import Run
 from perflab.studies.study import load_result, run_study
@@ -224,7 +225,18 @@ def test_time_decides_rounds_and_size():
     assert (len(smallest.requests), smallest.requests[0].params.max_tokens, rounds) == (5, 8, 2)
 
 
-def test_the_ladder_adds_one_switch_a_rung():
+@pytest.fixture(params=["native", "torch"])
+def has_native(request, monkeypatch) -> bool:
+    """Whether the native kernels are there; without them their rungs must be left out."""
+    if request.param == "torch":
+        monkeypatch.setattr(ladder.kernels, "library", lambda: None)
+        monkeypatch.setattr(ladder.kernels, "why_missing", lambda: "none were built")
+    elif ladder.kernels.library() is None:
+        pytest.skip(ladder.kernels.why_missing())
+    return request.param == "native"
+
+
+def test_the_ladder_adds_one_switch_a_rung(has_native):
     rungs = ladder.default_study(bf16=True).variants
     for below, rung in itertools.pairwise(rungs):
         changed = {k for k in rung.config if rung.config[k] != below.config.get(k, "unset")} | (
@@ -235,25 +247,52 @@ def test_the_ladder_adds_one_switch_a_rung():
             {"chunked_prefill", "max_num_batched_tokens"},
         )
         assert len(changed) == 1 or any(changed <= group for group in together), (rung.name, changed)
+    assert rungs[0].config["runner"] == "torch"
     assert not any(
         rungs[0].config[k] for k in ("kv_cache", "prefix_cache", "chunked_prefill", "packed_linears")
     )
-    assert len({r.name for r in rungs}) == 9
-    assert len(ladder.default_study(bf16=False).variants) == 8
+    assert len({r.name for r in rungs}) == (13 if has_native else 9)
+    assert len(ladder.default_study(bf16=False).variants) == (12 if has_native else 8)
 
 
-def test_the_ladder_runs_on_a_real_engine(tmp_path):
+def test_the_ladder_says_why_it_has_no_native_rungs(has_native):
+    chosen = ladder.default_study(bf16=True)
+    assert ("native step" in [v.name for v in chosen.variants]) == has_native
+    assert any("none were built" in note for note in chosen.notes) != has_native
+
+
+def test_the_ladder_runs_on_a_real_engine(tmp_path, has_native):
     chosen = ladder.default_study(quick=True, bf16=False)
     few = replace(chosen, workload=chosen.workload.first(5, 4), repeats=1, min_repeats=1, quality_texts=1)
     result = run_study(few, tmp_path / "s", load_model=lambda name, dtype, device: tiny("llama"))
     assert result.failures == {}
-    assert len(result.runs) == 8
+    assert len(result.runs) == len(chosen.variants)
     for one in result.runs:
         assert [r.outcome for r in one.requests] == ["completed"] * 5
-        assert one.manifest["greedy_match"]["matched"] == one.manifest["greedy_match"]["compared"]
         assert one.valid, one.reasons
-    summaries = analyse([tmp_path / "s"]).summaries
-    assert max(s.kl_nats for s in summaries) < 1e-6
+        if "int" not in one.variant:
+            assert one.manifest["greedy_match"]["matched"] == one.manifest["greedy_match"]["compared"]
+    kl = {s.name: s.kl_nats for s in analyse([tmp_path / "s"]).summaries}
+    small = [kl.pop(name) for name in ("int8 weights", "int4 weights") if name in kl]
+    assert max(kl.values()) < 1e-6
+    assert small == sorted(small), "4 bits are farther from the reference than 8"
+    assert all(value > 1e-6 for value in small)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "same"),
+    [
+        ({"runner": "native"}, {"runner": "native", "attention": "sdpa", "max_num_seqs": 3}, True),
+        ({"runner": "native"}, {"runner": "native", "weights": "int8"}, False),
+        ({"runner": "native"}, {"runner": "native", "kv_dtype": "int8"}, False),
+        ({}, {"attention": "sdpa"}, False),
+        ({"runner": "torch"}, {"runner": "torch", "packed_linears": False}, False),
+        ({"runner": "torch", "attention": "native"}, {"runner": "native", "attention": "native"}, False),
+    ],
+)
+def test_variants_share_a_score_only_if_they_share_their_numbers(a, b, same):
+    keys = {quality.numeric_key(EngineConfig(**switches), "bfloat16") for switches in (a, b)}
+    assert (len(keys) == 1) == same
 
 
 def some_run() -> Run:

@@ -95,9 +95,16 @@ class Analysis:
 
     @property
     def best(self) -> Summary:
-        """The variant with the highest proven speed-up over the baseline; the baseline if none is proven."""
-        proven = [s for s in self.summaries if s.first is not None and s.first.answer == "faster"]
-        return max(proven, key=lambda s: (s.first and s.first.ratio.value) or 0.0, default=self.baseline)
+        """The variant with the highest proven speed-up over the baseline among those whose quality is
+        close to the reference (or not measured), else among all; the baseline if none is proven."""
+        close = [s for s in self.proven if (s.kl_nats or 0.0) <= CLOSE_KL]
+        return next(iter(close or self.proven), self.baseline)
+
+    @property
+    def proven(self) -> list[Summary]:
+        """The variants that are proven faster than the baseline, fastest first."""
+        found = [s for s in self.summaries if s.first is not None and s.first.answer == "faster"]
+        return sorted(found, key=lambda s: -((s.first and s.first.ratio.value) or 0.0))
 
     @property
     def runs(self) -> list[Run]:
@@ -213,6 +220,10 @@ def headline(analysis: Analysis) -> Headline:
             f"“{best.name}” against “{base.name}”, 95 % interval {units.interval(ratio, units.times)} "
             f"from {ratio.n} paired rounds."
         )
+        fastest = analysis.proven[0]
+        if fastest is not best and fastest.first is not None:
+            speed = units.times(fastest.first.ratio.value)
+            detail += f" “{fastest.name}” reaches {speed}, with {quality_words(fastest)}."
         return Headline(title, detail, tone)
     answers = [s.first for s in analysis.summaries[1:] if s.first is not None]
     if answers and all(c.answer == "slower" for c in answers):

@@ -15,7 +15,7 @@ from plotly.subplots import make_subplots
 from perflab.measure import latency
 from perflab.measure.stats import Estimate
 from perflab.report import units
-from perflab.report.analysis import Summary
+from perflab.report.analysis import CLOSE_KL, Summary
 from perflab.report.look import (
     ACCENT,
     BAD,
@@ -37,7 +37,7 @@ def finite(values: Iterable[float | None]) -> list[float | None]:
 
 def ladder(summaries: Sequence[Summary]) -> go.Figure:
     """Speed-up over the first variant with its interval; the colour is the verdict on the step from
-    the rung below."""
+    the rung below. Where quality is not close to the reference, it stands beside the speed."""
     names = [s.name for s in summaries]
     ratios = [1.0, *(s.first.ratio.value if s.first else None for s in summaries[1:])]
     arms = [s.first.ratio.arms if s.first else (None, None) for s in summaries]
@@ -71,12 +71,13 @@ def ladder(summaries: Sequence[Summary]) -> go.Figure:
         )
     )
     for s, ratio in zip(summaries, ratios, strict=True):
+        changed = f", top-1 {units.percent(s.top1, 0)}" if (s.kl_nats or 0.0) > CLOSE_KL else ""
         figure.add_annotation(
             xref="paper",
             x=1.0,
             y=s.name,
             text=f"<b>{units.times(ratio)}</b>  "
-            f"<span style='color:{MUTED}'>{units.number(s.tokens_per_s.value)} tok/s</span>",
+            f"<span style='color:{MUTED}'>{units.number(s.tokens_per_s.value)} tok/s{changed}</span>",
             xanchor="left",
             xshift=10,
             showarrow=False,
@@ -94,7 +95,7 @@ def ladder(summaries: Sequence[Summary]) -> go.Figure:
             )
         )
     figure.add_vline(x=1, line={"color": "#51607a", "width": 1, "dash": "dot"})
-    style(figure, rows_height(len(names)), barmode="overlay", margin={"l": 10, "r": 150, "t": 30, "b": 46})
+    style(figure, rows_height(len(names)), barmode="overlay", margin={"l": 10, "r": 190, "t": 30, "b": 46})
     figure.update_xaxes(title_text="output tokens/s, times the baseline", range=[0, reach], ticksuffix="×")
     names_axis(figure)
     return figure

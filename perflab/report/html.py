@@ -22,7 +22,7 @@ from perflab.measure import metrics, quality
 from perflab.measure.stats import samples_needed
 from perflab.measure.validity import REASONS
 from perflab.report import figures, tables, takeaways, units
-from perflab.report.analysis import Analysis, analyse, headline, quality_words
+from perflab.report.analysis import CLOSE_KL, Analysis, analyse, headline, quality_words
 from perflab.report.glossary import GLOSSARY
 from perflab.report.tables import Table
 from perflab.report.timeline import timeline
@@ -98,7 +98,8 @@ def sections(analysis: Analysis) -> list[Section]:
             figures.ladder(summaries),
             tables.ladder(analysis),
             note="“Step” compares with the rung below, “total” with the baseline; both are ratios of output "
-            "tokens/s over paired, interleaved rounds with a 95 % interval.",
+            "tokens/s over paired, interleaved rounds with a 95 % interval. Amber in “top-1”: the "
+            f"distribution is not close to the reference's (KL above {CLOSE_KL} nats).",
         ),
         Section(
             "latency",

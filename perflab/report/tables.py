@@ -14,7 +14,7 @@ from perflab.clock import NS_PER_S
 from perflab.measure import metrics
 from perflab.measure.stats import Comparison, Estimate, samples_needed
 from perflab.report import units
-from perflab.report.analysis import QUANTILES, Analysis, Summary, rate_of
+from perflab.report.analysis import CLOSE_KL, QUANTILES, SAME_KL, Analysis, Summary, rate_of
 from perflab.studies.store import Run
 
 
@@ -103,7 +103,7 @@ def ladder(analysis: Analysis) -> Table:
                 ratio(s.first),
                 Cell(units.seconds(s.latencies["TTFT"][0.5].value)),
                 Cell(units.seconds(s.latencies["ITL"][0.99].value)),
-                Cell(units.percent(s.top1), tone="" if s.top1 is not None else "muted"),
+                _quality(s),
                 runs_cell(s),
             )
         )
@@ -120,6 +120,18 @@ def ladder(analysis: Analysis) -> Table:
         "valid runs",
     )
     return Table(headers, tuple(rows), words=(0, 3))
+
+
+def _quality(summary: Summary) -> Cell:
+    """Top-1 agreement with the reference, the divergence beside it; flagged where it is not close."""
+    kl = summary.kl_nats
+    if kl is None:
+        return Cell(units.MISSING, tone="muted")
+    return Cell(
+        units.percent(summary.top1),
+        "" if kl <= SAME_KL else f"KL {units.number(kl, 2)}",
+        "flag" if kl > CLOSE_KL else "",
+    )
 
 
 def runs_cell(summary: Summary) -> Cell:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from perflab.report import units
-from perflab.report.analysis import Analysis, Summary, takeaway_steps
+from perflab.report.analysis import Analysis, Summary, quality_words, takeaway_steps
 from perflab.report.figures import pareto
 
 
@@ -22,9 +22,11 @@ def ladder(analysis: Analysis) -> str:
     parts = []
     if steps:
         best, comparison = steps[0]
+        said = quality_words(best)
         parts.append(
             f"The largest proven step is “{best.name}”: {units.times(comparison.ratio.value)} "
             f"({units.interval(comparison.ratio, units.times)}) the throughput of the rung below"
+            + (f", with {said}" if "different" in said else "")
         )
     else:
         parts.append("No step is proven faster than the rung below it")

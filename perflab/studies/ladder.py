@@ -1,24 +1,25 @@
 """The default study: a ladder from the plainest engine up, one switch a rung.
 
-Owns the rungs and the workload that every rung serves. Measures nothing but which dtype is worth
-trying here.
+Owns the rungs and the workload that every rung serves. Measures nothing but whether bf16 is worth
+trying where there are no native kernels.
 """
 
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 from typing import Any
 
 import torch
 
 from perflab.load.workloads import Workload, synthetic
 from perflab.measure.metrics import SLO
+from perflab.models import kernels
 from perflab.models.linears import PackedLinear, can_pack
 from perflab.models.load import choose_device
 from perflab.studies.define import Study, Variant
 
 BASE: dict[str, Any] = {
+    "runner": "torch",
     "kv_cache": False,
     "max_num_seqs": 1,
     "batching": "continuous",
@@ -31,7 +32,10 @@ BASE: dict[str, Any] = {
 }
 """The lowest rung: every optimisation taken away."""
 
-RUNGS: tuple[tuple[str, dict[str, Any], str, float], ...] = (
+Rung = tuple[str, dict[str, Any], str, float]
+"""Name, switches on top of the rung below, what it does, guessed cost relative to the first."""
+
+RUNGS: tuple[Rung, ...] = (
     ("no cache, batch 1", {}, "every token recomputes its whole sequence, one request at a time", 1.0),
     ("KV cache", {"kv_cache": True}, "keys and values of earlier tokens are kept", 0.4),
     (
@@ -61,7 +65,22 @@ RUNGS: tuple[tuple[str, dict[str, Any], str, float], ...] = (
     ),
     ("prefix cache", {"prefix_cache": True}, "prompts that start alike share what was computed", 0.1),
 )
-"""(name, switches on top of the rung below, what it does, guessed cost relative to the first)."""
+
+NATIVE_RUNGS: tuple[Rung, ...] = (
+    ("native attention", {"attention": "native"}, "one kernel reads keys and values where they lie", 0.08),
+    ("native step", {"runner": "native"}, "all layers in one call, with weights side by side", 0.05),
+)
+BF16_RUNG: Rung = ("bf16", {"dtype": "bfloat16"}, "weights and activations in 16 bits", 0.04)
+SMALL_RUNGS: tuple[Rung, ...] = (
+    ("int8 weights", {"weights": "int8"}, "a scale a column; each token's activations in 8 bits", 0.03),
+    (
+        "int4 weights",
+        {"weights": "int4"},
+        "a scale for 32 weights of a column; the head stays in 8 bits",
+        0.03,
+    ),
+)
+"""Rungs on top of `RUNGS`: the native ones on a CPU that has the kernels, bf16 where it is worth trying."""
 
 WORTH_TRYING = 0.5
 """bf16 is a rung unless its linear layers run at less than this share of fp32's speed."""
@@ -94,22 +113,23 @@ def default_study(
 ) -> Study:
     """The optimisation ladder of one model, from no cache to the lot.
 
-    quick: a first report in under two minutes, with shorter outputs and two rounds. bf16: whether the
-    last rung switches from fp32 to bf16; None leaves it out only where a short measurement of this
-    machine says that it would be far slower.
+    Its last rungs take the native kernels; where these are missing, a note says why. quick: a first
+    report in under two minutes, with shorter outputs and fewer rounds. bf16: whether a rung switches from
+    fp32 to bf16; None leaves it out only where there are no native kernels and a short measurement of
+    this machine says that it would be far slower.
     """
-    gain = bf16_gain(device) if bf16 is None else None
-    wanted = bf16 if bf16 is not None else (gain or 0.0) > WORTH_TRYING
-    variants, switches = [], dict(BASE)
-    for name, change, description, cost in RUNGS:
+    native = choose_device(device).type == "cpu" and kernels.library() is not None
+    gain = bf16_gain(device) if bf16 is None and not native else None
+    wanted = bf16 if bf16 is not None else native or (gain or 0.0) > WORTH_TRYING
+    rungs = [*RUNGS, *(NATIVE_RUNGS if native else ()), *([BF16_RUNG] if wanted else ())]
+    variants, switches = [], {**BASE, "dtype": "float32"}
+    for name, change, description, cost in [*rungs, *(SMALL_RUNGS if native else ())]:
         switches = {**switches, **change}
-        variants.append(Variant(name, dict(switches), "float32", description, cost))
+        config = {key: value for key, value in switches.items() if key != "dtype"}
+        variants.append(Variant(name, config, switches["dtype"], description, cost))
     notes = []
-    if wanted:
-        last = variants[-1]
-        variants.append(
-            replace(last, name="bf16", dtype="bfloat16", description="weights and activations in 16 bits")
-        )
+    if not native and choose_device(device).type == "cpu":
+        notes.append(f"The ladder ends without native kernels: {kernels.why_missing()}.")
     if gain is not None:
         notes.append(
             f"Linear layers ran {gain:.1f}× as fast in bf16 as in fp32 here"

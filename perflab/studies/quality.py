@@ -49,9 +49,13 @@ def logits(scorer: Scorer, ids: Sequence[Sequence[int]]) -> list[np.ndarray]:
 
 def numeric_key(config: EngineConfig, dtype: str) -> str:
     """What decides a configuration's numbers; variants that share it are scored once."""
+    parts = [dtype]
     if config.runner != "torch":
-        return f"{dtype}, {config.runner} runner, {config.weights} weights, {config.kv_dtype} KV"
-    return f"{dtype}, {config.attention} attention, {'packed' if config.packed_linears else 'plain'} weights"
+        parts += [f"{config.runner} runner", f"{config.weights} weights"]
+    if config.runner != "native":  # `auto` may come to torch's
+        packed = "packed" if config.packed_linears else "plain"
+        parts += [f"{config.attention} attention", f"{packed} weights"]
+    return ", ".join(parts if config.kv_dtype == "model" else [*parts, f"{config.kv_dtype} KV"])
 
 
 def measure_fidelity(
