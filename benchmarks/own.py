@@ -9,10 +9,9 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import fields
 from itertools import count
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from benchmarks.common import Job, prompts, workload32
 from benchmarks.contenders import THREADS, beside
@@ -21,6 +20,8 @@ from perflab.engine.engine import Engine
 from perflab.models import machine
 from perflab.models.load import load
 from perflab.types import Request, SamplingParams
+
+Precision = Literal["bf16", "int8", "int4"]
 
 
 class Run(NamedTuple):
@@ -32,22 +33,19 @@ class Run(NamedTuple):
     other_cpu: float
 
 
-def config(precision: str) -> EngineConfig:
-    """Raises SystemExit where this engine has no such weights."""
-    weights: dict[str, Any] = {} if precision == "bf16" else {"weights": precision}
-    if weights and "weights" not in {field.name for field in fields(EngineConfig)}:
-        raise SystemExit(f"this engine has no {precision} weights")
+def config(precision: Precision) -> EngineConfig:
+    """As the peers are set: 16 requests at once, up to 1,024 tokens each, no prefix cache."""
     return EngineConfig(
         max_num_seqs=16,
         max_num_batched_tokens=512,
         max_model_len=1024,
         prefix_cache=False,
+        weights="model" if precision == "bf16" else precision,
         num_threads=THREADS,
-        **weights,
     )
 
 
-def measure(precision: str, parts: str, runs: int) -> dict[str, Any]:
+def measure(precision: Precision, parts: str, runs: int) -> dict[str, Any]:
     """The line that a peer's script prints: decode and output in tok/s, latency in ms, memory in MB."""
     start = time.perf_counter()
     model = load("smollm2-135m", dtype="bf16", device="cpu")
@@ -96,7 +94,11 @@ def measure(precision: str, parts: str, runs: int) -> dict[str, Any]:
         total = sum(job.output_len for job in jobs)
         record["c_out_tok_s"] = total / statistics.median(run.seconds for run in found)
         record["c_other_cpu"] = [run.other_cpu for run in found]
-    return record | {"d_peak_rss_mb": _peak_rss_mb(), "load_s": loaded}
+    return record | {
+        "runner": type(engine.executor.runner).__name__,
+        "d_peak_rss_mb": _peak_rss_mb(),
+        "load_s": loaded,
+    }
 
 
 def _peak_rss_mb() -> int | None:

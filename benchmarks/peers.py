@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -260,6 +261,7 @@ def main() -> None:
             with args.save.open("a") as file:
                 file.write(json.dumps(record) + "\n")
 
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends like Ctrl-C: children first, then tables
     try:
         rounds(present, args.repeats, args.parts, results, failed, keep)
     except KeyboardInterrupt:
