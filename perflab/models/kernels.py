@@ -212,6 +212,16 @@ class Team:
             self.lib.pl_free(self.handle)
 
 
+def multiply(team: Team, matrix: Matrix, x: np.ndarray, out: np.ndarray, finish: int = STORE) -> None:
+    """x fp32 [rows, k] times `matrix` into `out` [rows, columns]: fp32, or uint16 that holds bf16.
+
+    finish: STORE; ADD to what `out` (fp32) holds; SILU_MUL of alternating gate and up columns.
+    """
+    format = FORMATS["fp32" if out.dtype == np.float32 else "bf16"]
+    output = Output(address(out), out.strides[0] // out.itemsize, finish, format)
+    team.call("pl_multiply", ctypes.byref(matrix), address(x), len(x), ctypes.byref(output))
+
+
 def _best(lib: Any) -> str:
     return lib.pl_isa(None).decode()
 
