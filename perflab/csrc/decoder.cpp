@@ -26,7 +26,7 @@ LayerKV layer_of(const Pool& pool, int32_t layer) {
           pool.value + slots * pool.value_dim * size[pool.format],
           pool.key_scale ? pool.key_scale + slots : nullptr,
           pool.value_scale ? pool.value_scale + slots : nullptr,
-          pool.format, pool.kv_heads, pool.block_size, pool.key_dim, pool.value_dim};
+          pool.format, pool.kv_heads, pool.block_size, pool.key_dim, pool.value_dim, pool.tiled};
 }
 
 template <class T> void grow(std::vector<T>& v, int64_t size) {
@@ -94,7 +94,7 @@ void Workspace::plan(const Pool& pool, const Step& step, int32_t shared) {
   int64_t work = 0;
   const int tile = std::max(1, QUERY_ROWS / shared);  // tokens of one item
   for (int row = 0; row < step.rows; row++) {
-    std::fill(&row_of_[step.query_start[row]], &row_of_[step.query_start[row + 1]], row);
+    std::fill(row_of_.begin() + step.query_start[row], row_of_.begin() + step.query_start[row + 1], row);
     if (step.query_start[row + 1] - step.query_start[row] <= tile) work += (int64_t)step.kv_len[row] * pool.kv_heads;
   }
   int64_t piece = std::max<int64_t>(PIECE, work / (ITEMS_PER_THREAD * team.threads()));

@@ -34,7 +34,7 @@ static void quantize(const float* x, int k, int format, int8_t* to, float* scale
   for (int i = 0; i < padded; i += GROUP) {
     i32x16 in_group = {};
     for (int half = i; half < i + GROUP; half += LANES) {
-      f32x16 v = half < k ? load_some(x + half, k - half) * inverse : f32x16{};
+      f32x16 v = half < k && finite ? load_some(x + half, k - half) * inverse : f32x16{};
       i32x16 q = to_int(v + choose(v < 0.f, all(-0.5f), all(0.5f)));
       store(to + half, __builtin_convertvector(q, i8x16));
       in_group += q;
@@ -108,11 +108,33 @@ INLINE void write_vector(uint8_t* to, float* scale, int format, const float* x, 
   }
 }
 
+// One head's key and value at a position of a tiled block.
+INLINE void write_tiled(const LayerKV& kv, uint8_t* key_block, uint8_t* value_block, int offset, const float* key,
+                        const float* value) {
+  uint8_t* key_to = key_block + offset / 16 * 16 * kv.key_dim * (kv.format == F32 ? 4 : 2) + offset % 16 * 4;
+  if (kv.format == F32) {
+    for (int d = 0; d < kv.key_dim; d++) memcpy(key_to + 64 * d, key + d, 4);
+    memcpy(value_block + (int64_t)offset * kv.value_dim * 4, value, 4 * (int64_t)kv.value_dim);
+    return;
+  }
+  alignas(64) uint16_t halves[MAX_DIM];
+  for (int d = 0; d < kv.key_dim; d += LANES) store(halves + d, narrow(load<f32x16>(key + d)));
+  for (int g = 0; g < kv.key_dim / 2; g++) memcpy(key_to + 64 * g, halves + 2 * g, 4);
+  uint16_t* value_to = (uint16_t*)value_block + offset / 2 * 2 * kv.value_dim + offset % 2;
+  for (int d = 0; d < kv.value_dim; d += LANES) store(halves + d, narrow(load<f32x16>(value + d)));
+  for (int d = 0; d < kv.value_dim; d++) value_to[2 * d] = halves[d];
+}
+
 static void write_kv(const LayerKV& kv, int block, int offset, const float* key, const float* value) {
   const int size[] = {4, 2, 1};
   int bytes = size[kv.format];
   for (int head = 0; head < kv.kv_heads; head++) {
-    int64_t slot = ((int64_t)block * kv.kv_heads + head) * kv.block_size + offset;
+    int64_t start = ((int64_t)block * kv.kv_heads + head) * kv.block_size, slot = start + offset;
+    if (kv.tiled) {
+      write_tiled(kv, kv.key + start * kv.key_dim * bytes, kv.value + start * kv.value_dim * bytes, offset,
+                  key + head * kv.key_dim, value + head * kv.value_dim);
+      continue;
+    }
     float* key_scale = kv.key_scale ? kv.key_scale + slot : nullptr;
     float* value_scale = kv.value_scale ? kv.value_scale + slot : nullptr;
     write_vector(kv.key + slot * kv.key_dim * bytes, key_scale, kv.format, key + head * kv.key_dim, kv.key_dim);
