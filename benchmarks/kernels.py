@@ -58,15 +58,16 @@ class Case(NamedTuple):
     alive: object  # what the calls' pointers lead to
 
 
-def ceilings(team: Team) -> tuple[Rates, Rates]:
-    """(GB/s by read loop over 512 MB, the native one among them; 10^9 operations/s by kind), right now.
+def ceilings(team: Team | None) -> tuple[Rates, Rates]:
+    """(GB/s by read loop over 512 MB, the team's own among them; 10^9 operations/s by kind), right now.
 
     int8 is the faster of `torch._int_mm` and oneDNN's quantized linear.
     """
     reads: Rates = dict(machine.measure_bandwidth()["loops"])
-    values = np.ones(1 << 26, np.float64)
-    read = cycle([partial(team.read, values)])
-    reads["native read"] = values.nbytes / 1e9 / min(_per_call(read, 1) for _ in range(5))
+    if team is not None:
+        values = np.ones(1 << 26, np.float64)
+        read = cycle([partial(team.read, values)])
+        reads["native read"] = values.nbytes / 1e9 / min(_per_call(read, 1) for _ in range(5))
     rates = machine.measure_matrix_rates(size=1024)["rates"]
     if rates["int8"] is not None:
         rates["int8"] = max(rates["int8"], _quantized_linear_gop_s())

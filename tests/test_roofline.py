@@ -12,16 +12,7 @@ MACHINE = Ceilings(25e9, 400e9)
 
 
 def test_sizes_count_the_models_own_matrices(embedded: LoadedModel) -> None:
-    config = embedded.config
-    sizes = Sizes(
-        config.num_hidden_layers,
-        config.hidden_size,
-        config.num_attention_heads,
-        config.num_key_value_heads,
-        config.head_dim,
-        config.intermediate_size,
-        config.vocab_size,
-    )
+    sizes = Sizes.of(embedded.config)
     assert sizes == SMOL
     layers = sum(p.numel() for n, p in embedded.module.named_parameters() if "_proj" in n)
     assert sizes.layer_weights == layers == 106_168_320

@@ -1,7 +1,7 @@
 """The least time a step can take: bytes that must be read, operations that must be done, two ceilings.
 
 Owns the formulas of the roofline model (Williams, Waterman & Patterson 2009) for decoder-only
-transformers of Llama's shape. Knows no model, engine or clock: sizes, rates and seconds come as numbers.
+transformers of Llama's shape. Runs no model, engine or clock: sizes, rates and seconds come as numbers.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
 BYTES: Mapping[str, float] = MappingProxyType({"fp32": 4.0, "bf16": 2.0, "int8": 1.0, "int4": 0.5625})
 """Bytes of one weight; int4 counts the 16-bit scale of each 32."""
@@ -26,6 +26,20 @@ class Sizes:
     head_dim: int
     intermediate: int
     vocabulary: int
+
+    @classmethod
+    def of(cls, config: Any) -> Sizes:
+        """From a model's configuration, by the names that transformers gives."""
+        heads = config.num_attention_heads
+        return cls(
+            layers=config.num_hidden_layers,
+            hidden=config.hidden_size,
+            heads=heads,
+            kv_heads=config.num_key_value_heads,
+            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+            intermediate=config.intermediate_size,
+            vocabulary=config.vocab_size,
+        )
 
     @property
     def layer_weights(self) -> int:
