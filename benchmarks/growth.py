@@ -21,14 +21,12 @@ from typing import Any
 import torch
 
 from benchmarks.common import console, finish, show
-from benchmarks.kernels import ceilings, roof
-from benchmarks.peers import higher
+from benchmarks.kernels import roof
+from benchmarks.peers import ceilings, higher
 from perflab.config import EngineConfig
 from perflab.engine.engine import Engine
 from perflab.measure import stats
 from perflab.measure.roofline import Sizes, decode, floor
-from perflab.models import kernels
-from perflab.models.kernels import Team
 from perflab.models.load import load
 from perflab.types import Request, SamplingParams, StepRecord
 
@@ -134,8 +132,7 @@ def main() -> None:
         num_threads=args.threads,
     )
     bench = Bench(config, args.dtype, args.steps)
-    team = Team(args.threads) if kernels.library() is not None else None
-    before = ceilings(team)
+    before = ceilings()
     by_context: dict[int, list[float]] = {context: [] for context in CONTEXTS}
     rates: dict[int, list[float]] = {batch: [] for batch in BATCHES}
     outside: list[float] = []
@@ -152,7 +149,7 @@ def main() -> None:
             rates[batch].append(batch / step_s(steps))
         outside.append(outside_share(bench.decode(max(BATCHES), BATCH_CONTEXT)))
         console.print(f"  round {number + 1} of {args.repeats} done", highlight=False)
-    reads, matrix = map(higher, before, ceilings(team))
+    reads, matrix = map(higher, before, ceilings())
 
     weights, kv = (args.dtype if chosen == "model" else chosen for chosen in (args.weights, args.kv_dtype))
     sizes = Sizes.of(bench.model.config)

@@ -26,9 +26,9 @@ import numpy as np
 import torch
 
 from benchmarks.common import console, finish, show
-from benchmarks.peers import Rates, higher
+from benchmarks.peers import Rates, ceilings, higher
 from perflab.measure.roofline import Ceilings, Work, floor
-from perflab.models import kernels, machine
+from perflab.models import kernels
 from perflab.models.kernels import FORMATS, Team, address
 from perflab.models.linears import PackedLinear
 from perflab.models.native import StepRows
@@ -56,35 +56,6 @@ class Case(NamedTuple):
     work: Work
     rate: str  # the kind of matrix product that bounds it
     alive: object  # what the calls' pointers lead to
-
-
-def ceilings(team: Team | None) -> tuple[Rates, Rates]:
-    """(GB/s by read loop over 512 MB, the team's own among them; 10^9 operations/s by kind), right now.
-
-    int8 is the faster of `torch._int_mm` and oneDNN's quantized linear.
-    """
-    reads: Rates = dict(machine.measure_bandwidth()["loops"])
-    if team is not None:
-        values = np.ones(1 << 26, np.float64)
-        read = cycle([partial(team.read, values)])
-        reads["native read"] = values.nbytes / 1e9 / min(_per_call(read, 1) for _ in range(5))
-    rates = machine.measure_matrix_rates(size=1024)["rates"]
-    if rates["int8"] is not None:
-        rates["int8"] = max(rates["int8"], _quantized_linear_gop_s())
-    return reads, rates
-
-
-def _quantized_linear_gop_s(size: int = 1024) -> float:
-    """oneDNN's linear of 8-bit inputs and weights, which is several times faster than `torch._int_mm`."""
-    x = torch.full((size, size), 7, dtype=torch.uint8)
-    scales, zeros = torch.ones(size), torch.zeros(size, dtype=torch.int32)
-    weight = torch.ops.onednn.qlinear_prepack(torch.ones(size, size, dtype=torch.int8), [size, size])
-    product = partial(
-        torch.ops.onednn.qlinear_pointwise,
-        *(x, 1.0, 128, weight, scales, zeros, None, 1.0, 0, torch.float32, "none", [], ""),
-    )
-    turn = cycle([product])
-    return 2 * size**3 / 1e9 / min(_per_call(turn, 1) for _ in range(30))
 
 
 def roof(reads: Rates, rates: Rates, kind: str) -> Ceilings:
@@ -255,7 +226,7 @@ def main() -> None:
     team = Team(args.threads, isa=args.isa)
     shapes = [tuple(map(int, shape.split("x"))) for shape in args.shapes.split(",")]
     counts = [int(rows) for rows in args.rows.split(",")]
-    before = ceilings(team)
+    before = ceilings()
     timed: dict[str, tuple[list[Case], list[dict[str, float]]]] = {}
 
     def add(kernel: str, cases: list[Case]) -> None:
@@ -274,7 +245,7 @@ def main() -> None:
                 add("attention, decode", [attention_case(team, kv, rows, 1, context)])
             for tokens in PREFILLS:
                 add("attention, prefill", [attention_case(team, kv, 1, tokens, tokens)])
-    reads, rates = map(higher, before, ceilings(team))
+    reads, rates = map(higher, before, ceilings())
     lines = []
     for kernel, (cases, seconds) in timed.items():
         found = rows_of(kernel, cases, seconds, reads, rates)
