@@ -147,6 +147,8 @@ def tables(results: Results, parts: str) -> None:
             row += [f"{rss}" if rss else "", f"{noise:.1%}{' !' if noise > NOISE else ''}"]
             if row[1]:
                 rows.append(row)
+        if not rows:
+            continue
         columns = [""]
         for figure in figures:
             columns += [LABELS[figure]] if figure.endswith("_share") else [LABELS[figure], "range"]

@@ -144,3 +144,4 @@ def test_the_tables_and_the_last_line_take_what_exists(capsys: pytest.CaptureFix
     assert [bar["ok"] for bar in last["bars"]] == [True, False]
     peers.tables({}, "abc")
     peers.ceiling_lines({})
+    assert capsys.readouterr().out == ""
