@@ -1,9 +1,9 @@
 // Attention of one item, straight over the block table, with online softmax (Milakov & Gimelshein 2018;
-// Dao et al. 2022): queries of one row that share a key head, against a range of its context.
+// Dao et al. 2022): queries of one row, against a range of its context.
 //
-// Keys and values of 64 positions at a time are laid out as panels, and the tiles of `linear.h` do the
-// two products. 8-bit keys and values become bf16 on the way. Positions beyond the range count as
-// zeros, so that nothing left in a block by others can reach a result.
+// A tiled pool is read in place. From any other, 64 positions at a time are laid out as panels first, and
+// 8-bit keys and values become bf16 on the way. Positions beyond the range count as zeros, so that
+// nothing left in a block by others can reach a result.
 #pragma once
 
 #include "linear.h"
@@ -13,6 +13,7 @@ namespace ISA {
 
 constexpr int CHUNK = 64;                     // context positions at a time: two panels
 constexpr int MAX_QUERY_ROWS = 48;            // tokens times heads of one item
+constexpr int AHEAD_POSITIONS = 2 * CHUNK;    // between what is read and what is asked for from memory
 
 struct AttentionScratch {
   alignas(64) uint8_t keys[2][MAX_DIM * 128];    // panels of 32 positions; a group is 4 bytes of dims
@@ -33,21 +34,23 @@ struct Sixteen {
   float scale[16];
 };
 
-INLINE void find(Sixteen& s, const LayerKV& kv, const AttentionItem& item, int first, bool key) {
+INLINE void find(Sixteen& s, const LayerKV& kv, const AttentionItem& item, int head, int first, bool key) {
   const int size[] = {4, 2, 1};
-  int dim = key ? kv.key_dim : kv.value_dim;
+  const int64_t bytes = (int64_t)(key ? kv.key_dim : kv.value_dim) * size[kv.format];
   const uint8_t* base = key ? kv.key : kv.value;
   const float* scales = key ? kv.key_scale : kv.value_scale;
-  for (int i = 0; i < 16; i++) {
-    int position = first + i;
-    if (position >= item.end) {
-      s.row[i] = nullptr, s.scale[i] = 0;
-      continue;
+  int index = first / kv.block_size, offset = first % kv.block_size;
+  for (int i = 0; i < 16;) {
+    if (first + i >= item.end) {
+      for (; i < 16; i++) s.row[i] = nullptr, s.scale[i] = 0;
+      return;
     }
-    int64_t block = item.table[position / kv.block_size];
-    int64_t slot = (block * kv.kv_heads + item.kv_head) * kv.block_size + position % kv.block_size;
-    s.row[i] = base + slot * dim * size[kv.format];
-    s.scale[i] = scales ? scales[slot] : 0;
+    int64_t slot = ((int64_t)item.table[index] * kv.kv_heads + head) * kv.block_size + offset;
+    for (; i < 16 && offset < kv.block_size && first + i < item.end; i++, offset++, slot++) {
+      s.row[i] = base + slot * bytes;
+      s.scale[i] = scales ? scales[slot] : 0;
+    }
+    index++, offset = 0;
   }
 }
 
@@ -72,7 +75,7 @@ INLINE i32x16 load_bytes(const uint8_t* from, int bytes) {
   return load<i32x16>(all_of_them);
 }
 
-static void pack_keys(AttentionScratch& scratch, const LayerKV& kv, const AttentionItem& item, int first) {
+static void pack_keys(AttentionScratch& scratch, const LayerKV& kv, const AttentionItem& item, int head, int first) {
   int dim_bytes = kv.key_dim * (kv.format == F32 ? 4 : 2), groups = (dim_bytes + 3) / 4;
   for (int sixteen = 0; sixteen < CHUNK / 16; sixteen++) {
     uint8_t* to = scratch.keys[sixteen / 2] + 64 * (sixteen % 2);
@@ -81,7 +84,7 @@ static void pack_keys(AttentionScratch& scratch, const LayerKV& kv, const Attent
       continue;
     }
     Sixteen s;
-    find(s, kv, item, first + 16 * sixteen, true);
+    find(s, kv, item, head, first + 16 * sixteen, true);
     if (kv.format == INT8) widen_rows(s, scratch, kv.key_dim);
     for (int g = 0; g < groups; g += 16) {
       i32x16 m[16];
@@ -93,38 +96,32 @@ static void pack_keys(AttentionScratch& scratch, const LayerKV& kv, const Attent
   }
 }
 
-static void pack_values(AttentionScratch& scratch, const LayerKV& kv, const AttentionItem& item, int first) {
+static void pack_values(AttentionScratch& scratch, const LayerKV& kv, const AttentionItem& item, int head, int first) {
   int panels = (kv.value_dim + 31) / 32;
   for (int sixteen = 0; sixteen < CHUNK / 16; sixteen++) {
     Sixteen s;
-    find(s, kv, item, first + 16 * sixteen, false);
+    find(s, kv, item, head, first + 16 * sixteen, false);
     if (kv.format == INT8) widen_rows(s, scratch, kv.value_dim);
-    for (int panel = 0; panel < panels; panel++)
-      for (int half = 0; half < 2; half++) {
-        int d = 32 * panel + 16 * half, left = kv.value_dim - d;
-        if (left <= 0) left = 0;
-        if (kv.format == F32) {
-          uint8_t* to = scratch.values[panel] + 128 * 16 * sixteen + 64 * half;
-          for (int i = 0; i < 16; i++)
-            store(to + 128 * i, s.row[i] && left ? load_bytes(s.row[i] + 4 * d, 4 * left) : i32x16{});
-          continue;
-        }
-        uint8_t* to = scratch.values[panel] + 128 * 8 * sixteen + 64 * half;
-        for (int i = 0; i < 16; i += 2) {
-          u32x16 pair[2];
-          for (int odd = 0; odd < 2; odd++) {
-            const uint8_t* row = s.row[i + odd];
-            if (!row || !left) pair[odd] = u32x16{};
-            else if (left >= LANES) pair[odd] = __builtin_convertvector(load<u16x16>(row + 2 * d), u32x16);
-            else {
-              uint16_t lanes[16] = {};
-              memcpy(lanes, row + 2 * d, 2 * left);
-              pair[odd] = __builtin_convertvector(load<u16x16>(lanes), u32x16);
-            }
+    const int row_bytes = kv.value_dim * (kv.format == F32 ? 4 : 2);
+    for (int panel = 0; panel < panels; panel++) {
+      if (kv.format == F32) {
+        uint8_t* to = scratch.values[panel] + 128 * 16 * sixteen;
+        for (int i = 0; i < 16; i++)
+          for (int half = 0; half < 2; half++) {
+            int at = 128 * panel + 64 * half;
+            bool there = s.row[i] && at < row_bytes;
+            store(to + 128 * i + 64 * half, there ? load_bytes(s.row[i] + at, row_bytes - at) : i32x16{});
           }
-          store(to + 64 * i, pair[0] | (pair[1] << 16));
-        }
+        continue;
       }
+      uint8_t* to = scratch.values[panel] + 128 * 8 * sixteen;
+      for (int i = 0; i < 16; i += 2, to += 128) {
+        const int at = 64 * panel;
+        i32x16 even = s.row[i] ? load_bytes(s.row[i] + at, row_bytes - at) : i32x16{};
+        i32x16 odd = s.row[i + 1] ? load_bytes(s.row[i + 1] + at, row_bytes - at) : i32x16{};
+        store(to, interleave_low(even, odd)), store(to + 64, interleave_high(even, odd));
+      }
+    }
   }
 }
 
@@ -161,88 +158,212 @@ static void multiply_rows(bool bf16, const uint8_t* x, int64_t stride, const uin
   }
 }
 
+// -- a tiled pool, in place -------------------------------------------------------------------------
+
+// out[M][16 * W] = keep * out + x[M] . w, where vector j of group g lies at w[j] + g * step.
+template <int M, int W> INLINE void multiply_in_place(bool bf16, const uint8_t* x, int64_t stride,
+                                                      const uint8_t* const (&w)[4], int64_t step, int groups,
+                                                      float* out, int64_t out_stride, const float* keep) {
+  f32x16 sums[M][W];
+#pragma GCC unroll 8
+  for (int m = 0; m < M; m++)
+#pragma GCC unroll 4
+    for (int j = 0; j < W; j++) sums[m][j] = keep ? load<f32x16>(out + m * out_stride + 16 * j) * keep[m] : f32x16{};
+  for (int g = 0; g < groups; g++) {
+    i32x16 v[W];
+#pragma GCC unroll 4
+    for (int j = 0; j < W; j++) v[j] = load<i32x16>(w[j] + g * step);
+#pragma GCC unroll 8
+    for (int m = 0; m < M; m++) {
+      i32x16 value = all_from(x + m * stride + 4 * g);
+#pragma GCC unroll 4
+      for (int j = 0; j < W; j++)
+        sums[m][j] = bf16 ? dot2(sums[m][j], v[j], value) : dot(sums[m][j], (f32x16)v[j], (f32x16)value);
+    }
+  }
+#pragma GCC unroll 8
+  for (int m = 0; m < M; m++)
+#pragma GCC unroll 4
+    for (int j = 0; j < W; j++) store(out + m * out_stride + 16 * j, sums[m][j]);
+}
+
+template <int W> static void rows_in_place(bool bf16, const uint8_t* x, int64_t stride, const uint8_t* const (&w)[4],
+                                           int64_t step, int groups, int rows, float* out, int64_t out_stride,
+                                           const float* keep) {
+  constexpr int most = MAX_M >= 6 ? 6 : 1;
+  for (int row = 0; row < rows;) {
+    const uint8_t* from = x + row * stride;
+    float* to = out + row * out_stride;
+    const float* k = keep ? keep + row : nullptr;
+    int left = rows - row, m = left >= most ? most : left >= 3 && most > 3 ? 3 : 1;
+    auto in = [&](auto product) { product(bf16, from, stride, w, step, groups, to, out_stride, k); };
+    if (m == 1) in(multiply_in_place<1, W>);
+    else if (m == 3) in(multiply_in_place<(most > 3 ? 3 : 1), W>);
+    else in(multiply_in_place<most, W>);
+    row += m;
+  }
+}
+
+// Where a tile of 16 positions begins, of keys or of values; the first tile of the chunk beyond the end.
+INLINE const uint8_t* tile_at(const LayerKV& kv, const AttentionItem& item, int head, int position, bool key) {
+  const int dim = key ? kv.key_dim : kv.value_dim, size = kv.format == F32 ? 4 : 2;
+  int64_t block = item.table[position / kv.block_size];
+  int64_t slot = (block * kv.kv_heads + head) * kv.block_size + position % kv.block_size;
+  return (key ? kv.key : kv.value) + slot * dim * size;
+}
+
+// A tile of 2 KB or so is too short a run for the processor to see the next one coming.
+INLINE void fetch_tile(const LayerKV& kv, const AttentionItem& item, int head, int position, bool key) {
+  if (position >= item.end) return;
+  const uint8_t* tile = tile_at(kv, item, head, position, key);
+  const int bytes = 16 * (key ? kv.key_dim : kv.value_dim) * (kv.format == F32 ? 4 : 2);
+  for (int byte = 0; byte < bytes; byte += 64) __builtin_prefetch(tile + byte, 0, 2);
+}
+
+static void scores_in_place(AttentionScratch& s, const LayerKV& kv, const AttentionItem& item, int head, int chunk,
+                            int first, int rows) {
+  const bool bf16 = kv.format != F32;
+  const uint8_t* tiles[4];
+  for (int j = 0; j < 4; j++) {
+    int position = chunk + 16 * j;
+    tiles[j] = position < item.end ? tile_at(kv, item, head, position, true) : tiles[0];  // masked later
+    fetch_tile(kv, item, head, position + AHEAD_POSITIONS, true);
+  }
+  rows_in_place<4>(bf16, s.query[first], sizeof s.query[0], tiles, 64, bf16 ? kv.key_dim / 2 : kv.key_dim, rows,
+                   s.scores[first], CHUNK, nullptr);
+}
+
+static void values_in_place(AttentionScratch& s, const LayerKV& kv, const AttentionItem& item, int head, int chunk,
+                            int first, int rows, const float* keep) {
+  const bool bf16 = kv.format != F32;
+  const int groups = bf16 ? 8 : 16, step = 4 * kv.value_dim;
+  float ones[MAX_QUERY_ROWS];
+  for (int row = 0; row < rows; row++) ones[row] = 1.f;
+  for (int position = chunk; position < item.end && position < chunk + CHUNK; position += 16) {
+    const uint8_t* tile = tile_at(kv, item, head, position, false);
+    fetch_tile(kv, item, head, position + AHEAD_POSITIONS, false);
+    if (int count = item.end - position; count < 16) {  // what lies beyond may be anything: zeros instead
+      uint8_t* copy = (uint8_t*)s.values;
+      memcpy(copy, tile, (int64_t)groups * step);
+      if (bf16) {
+        for (int odd = count % 2, d = 0; odd && d < kv.value_dim; d++) memset(copy + count / 2 * step + 4 * d + 2, 0, 2);
+        memset(copy + (count + 1) / 2 * step, 0, (8 - (count + 1) / 2) * step);
+      } else {
+        memset(copy + count * step, 0, (16 - count) * step);
+      }
+      tile = copy;
+    }
+    const uint8_t* weights = s.weights[first] + (position - chunk) * (bf16 ? 2 : 4);
+    for (int d = 0; d < kv.value_dim;) {
+      const uint8_t* w[4] = {tile + 4 * d, tile + 4 * d + 64, tile + 4 * d + 128, tile + 4 * d + 192};
+      bool four = kv.value_dim - d >= 64;
+      (four ? rows_in_place<4> : rows_in_place<1>)(bf16, weights, sizeof s.weights[0], w, step, groups, rows,
+                                                    &s.out[first][d], MAX_DIM, keep);
+      d += four ? 64 : 16;
+    }
+    keep = ones;
+  }
+}
+
+// -- both -------------------------------------------------------------------------------------------
+
+// Scores of one row become weights; returns what the row's sums so far are to be scaled by.
+INLINE float soften(AttentionScratch& s, const AttentionItem& item, int row, int row_of_head, int chunk, bool bf16) {
+  const float low = -__builtin_inff();
+  const int position = item.first_position + row_of_head / item.shared;
+  const int last = position + 1 < item.end ? position + 1 : item.end;
+  const int from = item.window && position - item.window + 1 > chunk ? position - item.window + 1 - chunk : 0;
+  const int to = last - chunk < CHUNK ? last - chunk : CHUNK;  // this row sees [from, to) of the chunk
+  const i32x16 lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  f32x16 v[4], most = all(low);
+  for (int i = 0; i < 4; i++) {
+    v[i] = load<f32x16>(&s.scores[row][16 * i]) * item.scaling;
+    if (item.softcap > 0) v[i] = hyperbolic_tangent(v[i] / item.softcap) * item.softcap;
+    if (from > 0 || to < CHUNK) {
+      i32x16 at = lane + 16 * i;
+      v[i] = choose((at >= from) & (at < to), v[i], all(low));
+    }
+    most = maximum(most, v[i]);
+  }
+  float top = highest(most), keep = 1.f;
+  top = top > s.most[row] ? top : s.most[row];
+  if (top == low) {  // nothing to see yet
+    for (int i = 0; i < 4; i++) v[i] = f32x16{};
+  } else {
+    f32x16 total = {};
+    for (int i = 0; i < 4; i++) total += v[i] = exponential(v[i] - top);
+    if (s.most[row] != top) keep = expf(s.most[row] - top);
+    s.most[row] = top;
+    s.total[row] = s.total[row] * keep + sum(total);
+  }
+  for (int i = 0; i < 4; i++) {
+    if (bf16) store(s.weights[row] + 32 * i, narrow(v[i]));
+    else store(s.weights[row] + 64 * i, v[i]);
+  }
+  return keep;
+}
+
+// A chunk of one key head for the rows [first, first + rows).
+static void one_head(AttentionScratch& s, const LayerKV& kv, const AttentionItem& item, int head, int chunk, int first,
+                     int rows) {
+  const bool bf16 = kv.format != F32;
+  float keep[MAX_QUERY_ROWS];
+  if (kv.tiled) {
+    scores_in_place(s, kv, item, head, chunk, first, rows);
+    for (int row = 0; row < rows; row++) keep[row] = soften(s, item, first + row, row, chunk, bf16);
+    values_in_place(s, kv, item, head, chunk, first, rows, keep);
+    return;
+  }
+  pack_keys(s, kv, item, head, chunk);
+  pack_values(s, kv, item, head, chunk);
+  for (int panel = 0; panel < 2; panel++)
+    multiply_rows(bf16, s.query[first], sizeof s.query[0], s.keys[panel], bf16 ? (kv.key_dim + 1) / 2 : kv.key_dim, rows,
+                  s.scores[first] + 32 * panel, CHUNK, nullptr);
+  for (int row = 0; row < rows; row++) keep[row] = soften(s, item, first + row, row, chunk, bf16);
+  const int positions = item.end - chunk < CHUNK ? item.end - chunk : CHUNK;
+  for (int panel = 0; panel < (kv.value_dim + 31) / 32; panel++)
+    multiply_rows(bf16, s.weights[first], sizeof s.weights[0], s.values[panel], bf16 ? (positions + 1) / 2 : positions,
+                  rows, &s.out[first][32 * panel], MAX_DIM, keep);
+}
+
+// Row `row` of the scratch, the item's head `head` (of all its query heads) of token `token`, to where it belongs.
+static void finish(const AttentionScratch& s, const LayerKV& kv, const AttentionItem& item, int row, int head, int token) {
+  if (item.partial) {
+    float* to = item.partial + (int64_t)row * (kv.value_dim + 2);
+    to[0] = s.most[row], to[1] = s.total[row];
+    memcpy(to + 2, s.out[row], 4 * (int64_t)kv.value_dim);
+    return;
+  }
+  const float inverse = 1.f / s.total[row];
+  const int64_t at = token * item.out_stride + (int64_t)head * kv.value_dim;
+  for (int d = 0; d < kv.value_dim; d += LANES) {
+    f32x16 v = load<f32x16>(&s.out[row][d]) * inverse;
+    if (item.out_format == BF16) put_some((uint16_t*)item.out + at + d, v, kv.value_dim - d);
+    else put_some((float*)item.out + at + d, v, kv.value_dim - d);
+  }
+}
+
 static void attention(const LayerKV& kv, const AttentionItem& item, uint8_t* memory) {
   AttentionScratch& s = *(AttentionScratch*)memory;
-  const bool bf16 = kv.format != F32;
-  const int rows = item.queries * item.shared, key_groups = bf16 ? (kv.key_dim + 1) / 2 : kv.key_dim;
-  const int panels = (kv.value_dim + 31) / 32;
-  const float low = -__builtin_inff();
-  for (int row = 0; row < rows; row++) {
-    const float* q = item.query + (row / item.shared) * item.query_stride + (row % item.shared) * kv.key_dim;
-    prepare(q, kv.key_dim, nullptr, 0, bf16 ? BF16 : F32, s.query[row], nullptr, nullptr, nullptr);
+  const int rows = item.queries * item.shared;  // of one key head
+  for (int row = 0; row < rows * item.kv_heads; row++) {
+    int token = row % rows / item.shared, head = row / rows * item.shared + row % item.shared;
+    const float* q = item.query + token * item.query_stride + (int64_t)head * kv.key_dim;
+    prepare(q, kv.key_dim, nullptr, 0, kv.format == F32 ? F32 : BF16, s.query[row], nullptr, nullptr, nullptr);
     bool sink = item.sinks && item.begin == 0;
-    s.most[row] = sink ? item.sinks[row % item.shared] : low;
+    s.most[row] = sink ? item.sinks[head] : -__builtin_inff();
     s.total[row] = sink ? 1.f : 0.f;
-    for (int d = 0; d < 32 * panels; d += LANES) store(&s.out[row][d], f32x16{});
+    for (int d = 0; d < kv.value_dim; d += LANES) store(&s.out[row][d], f32x16{});
+    store(&s.out[row][(kv.value_dim + 31) / 32 * 32 - LANES], f32x16{});
   }
   int begin = item.begin;
   if (item.window && item.first_position - item.window + 1 > begin) begin = item.first_position - item.window + 1;
-  for (int chunk = begin; chunk < item.end; chunk += CHUNK) {
-    pack_keys(s, kv, item, chunk);
-    pack_values(s, kv, item, chunk);
-    for (int panel = 0; panel < 2; panel++)
-      multiply_rows(bf16, s.query[0], sizeof s.query[0], s.keys[panel], key_groups, rows, s.scores[0] + 32 * panel,
-                    CHUNK, nullptr);
-    float keep[MAX_QUERY_ROWS];
-    for (int row = 0; row < rows; row++) {
-      int position = item.first_position + row / item.shared;
-      int last = position + 1 < item.end ? position + 1 : item.end;
-      int from = item.window && position - item.window + 1 > chunk ? position - item.window + 1 - chunk : 0;
-      int to = last - chunk < CHUNK ? last - chunk : CHUNK;  // this row sees [from, to) of the chunk
-      f32x16 v[4], most = all(low);
-      const i32x16 lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-      for (int i = 0; i < 4; i++) {
-        v[i] = load<f32x16>(&s.scores[row][16 * i]) * item.scaling;
-        if (item.softcap > 0) v[i] = hyperbolic_tangent(v[i] / item.softcap) * item.softcap;
-        if (from > 0 || to < CHUNK) {
-          i32x16 at = lane + 16 * i;
-          v[i] = choose((at >= from) & (at < to), v[i], all(low));
-        }
-        most = maximum(most, v[i]);
-      }
-      float top = highest(most);
-      top = top > s.most[row] ? top : s.most[row];
-      if (top == low) {  // nothing to see yet
-        for (int i = 0; i < 4; i++) v[i] = f32x16{};
-        keep[row] = 1.f;
-      } else {
-        f32x16 total = {};
-        for (int i = 0; i < 4; i++) total += v[i] = exponential(v[i] - top);
-        keep[row] = expf(s.most[row] - top);
-        s.most[row] = top;
-        s.total[row] = s.total[row] * keep[row] + sum(total);
-      }
-      for (int i = 0; i < 4; i++) {
-        if (bf16) store(s.weights[row] + 32 * i, narrow(v[i]));
-        else store(s.weights[row] + 64 * i, v[i]);
-      }
-    }
-    int positions = item.end - chunk < CHUNK ? item.end - chunk : CHUNK;
-    int groups = bf16 ? (positions + 1) / 2 : positions;
-    for (int panel = 0; panel < panels; panel++)
-      multiply_rows(bf16, s.weights[0], sizeof s.weights[0], s.values[panel], groups, rows, &s.out[0][32 * panel],
-                    MAX_DIM, keep);
-  }
-  for (int row = 0; row < rows; row++) {
-    if (item.partial) {
-      float* to = item.partial + (int64_t)row * (kv.value_dim + 2);
-      to[0] = s.most[row], to[1] = s.total[row];
-      memcpy(to + 2, s.out[row], 4 * (int64_t)kv.value_dim);
-      continue;
-    }
-    float inverse = 1.f / s.total[row];
-    int64_t at = (row / item.shared) * item.out_stride + (int64_t)(row % item.shared) * kv.value_dim;
-    for (int d = 0; d < kv.value_dim; d += LANES) {
-      int count = kv.value_dim - d < LANES ? kv.value_dim - d : LANES;
-      f32x16 v = load<f32x16>(&s.out[row][d]) * inverse;
-      if (item.out_format == BF16) {
-        u16x16 halves = narrow(v);
-        memcpy((uint16_t*)item.out + at + d, &halves, 2 * count);
-      } else {
-        store_some((float*)item.out + at + d, v, count);
-      }
-    }
-  }
+  if (kv.tiled) begin = begin / 16 * 16;
+  for (int chunk = begin; chunk < item.end; chunk += CHUNK)
+    for (int head = 0; head < item.kv_heads; head++)
+      one_head(s, kv, item, item.kv_head + head, chunk, head * rows, rows);
+  for (int row = 0; row < rows * item.kv_heads; row++)
+    finish(s, kv, item, row, row / rows * item.shared + row % item.shared, row % rows / item.shared);
 }
 
 // One query head's parts of a split context, each [max, sum, dims], into its output.
@@ -264,14 +385,9 @@ static void combine(const float* partial, int splits, int64_t split_stride, int 
     }
     int64_t at = (row / shared) * out_stride + (int64_t)(row % shared) * value_dim;
     for (int d = 0; d < value_dim; d += LANES) {
-      int count = value_dim - d < LANES ? value_dim - d : LANES;
       f32x16 v = sums[d / LANES] * (1.f / total);
-      if (out_format == BF16) {
-        u16x16 halves = narrow(v);
-        memcpy((uint16_t*)out + at + d, &halves, 2 * count);
-      } else {
-        store_some((float*)out + at + d, v, count);
-      }
+      if (out_format == BF16) put_some((uint16_t*)out + at + d, v, value_dim - d);
+      else put_some((float*)out + at + d, v, value_dim - d);
     }
   }
 }

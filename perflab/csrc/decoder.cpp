@@ -10,7 +10,7 @@ namespace {
 
 constexpr int ALONE = 4;           // up to so many rows, each member prepares all inputs for itself
 constexpr int ROW_BLOCK = 112;     // rows of one chunk of a large product
-constexpr int PIECE = 128;         // least context positions of a split
+constexpr int PIECE = 64;         // least context positions of a split
 constexpr int ITEMS_PER_THREAD = 6;
 constexpr int QUERY_ROWS = 48;     // tokens times shared heads of one attention item
 
@@ -94,31 +94,35 @@ void Workspace::plan(const Pool& pool, const Step& step, int32_t shared) {
   int64_t work = 0;
   const int tile = std::max(1, QUERY_ROWS / shared);  // tokens of one item
   for (int row = 0; row < step.rows; row++) {
-    std::fill(row_of_.begin() + step.query_start[row], row_of_.begin() + step.query_start[row + 1], row);
-    if (step.query_start[row + 1] - step.query_start[row] <= tile) work += (int64_t)step.kv_len[row] * pool.kv_heads;
+    std::fill(&row_of_[step.query_start[row]], &row_of_[step.query_start[row + 1]], row);
+    if (step.query_start[row + 1] - step.query_start[row] <= tile) work += step.kv_len[row];
   }
   int64_t piece = std::max<int64_t>(PIECE, work / (ITEMS_PER_THREAD * team.threads()));
   piece = (piece + 63) / 64 * 64;
   int64_t partials = 0;
   for (int row = 0; row < step.rows; row++) {
-    int queries = step.query_start[row + 1] - step.query_start[row], context = step.kv_len[row];
-    int splits = queries <= tile ? std::max(1, divide_up(context, piece)) : 1;
-    for (int head = 0; head < pool.kv_heads; head++) {
+    const int queries = step.query_start[row + 1] - step.query_start[row], context = step.kv_len[row];
+    if (queries == 0) continue;
+    // Heads of a block lie side by side: with few queries an item takes as many of them as it has room for.
+    const int together = std::min(pool.kv_heads, std::max(1, QUERY_ROWS / (std::min(queries, tile) * shared)));
+    const int splits = queries <= tile ? std::max(1, divide_up(context, piece)) : 1;
+    const int64_t width = (divide_up(context, splits) + 63) / 64 * 64;
+    for (int head = 0; head < pool.kv_heads; head += together) {
+      const int heads = std::min(together, pool.kv_heads - head), rows = queries * shared;
       if (splits > 1) {
-        int64_t stride = (int64_t)queries * shared * (pool.value_dim + 2);
-        joins_.push_back({row, head, queries, splits, partials});
-        int64_t width = (divide_up(context, splits) + 63) / 64 * 64;
-        for (int split = 0; split < splits; split++) {
+        const int64_t stride = (int64_t)heads * rows * (pool.value_dim + 2);
+        for (int one = 0; one < heads; one++)
+          joins_.push_back({row, head + one, queries, splits, partials + (int64_t)one * rows * (pool.value_dim + 2), stride});
+        for (int split = 0; split < splits; split++, partials += stride) {
           int begin = (int)std::min<int64_t>(split * width, context), end = (int)std::min<int64_t>(begin + width, context);
-          pieces_.push_back({row, head, 0, queries, begin, end, partials});
-          partials += stride;
+          pieces_.push_back({row, head, heads, 0, queries, begin, end, partials});
         }
-      } else {
-        // The last tiles of a prompt see the most: they come first.
-        for (int first = (queries - 1) / tile * tile; first >= 0; first -= tile) {
-          int count = std::min(tile, queries - first);
-          pieces_.push_back({row, head, first, count, 0, context - queries + first + count, -1});
-        }
+        continue;
+      }
+      // The last tiles of a prompt see the most: they come first.
+      for (int first = (queries - 1) / tile * tile; first >= 0; first -= tile) {
+        int count = std::min(tile, queries - first);
+        pieces_.push_back({row, head, heads, first, count, 0, context - queries + first + count, -1});
       }
     }
   }
@@ -143,7 +147,7 @@ void Workspace::attention_phases(Member& member, const Pool& pool, int32_t layer
     item.query_stride = a.query_stride;
     item.queries = p.queries, item.shared = shared;
     item.first_position = step.kv_len[p.row] - queries + p.query;
-    item.kv_head = p.kv_head, item.begin = p.begin, item.end = p.end;
+    item.kv_head = p.kv_head, item.kv_heads = p.kv_heads, item.begin = p.begin, item.end = p.end;
     item.table = step.tables + (int64_t)p.row * step.table_width;
     item.scaling = a.scaling, item.softcap = a.softcap, item.window = a.window;
     item.sinks = a.sinks ? a.sinks + p.kv_head * shared : nullptr;
@@ -154,7 +158,7 @@ void Workspace::attention_phases(Member& member, const Pool& pool, int32_t layer
   member.parallel((int)joins_.size(), [&](int chunk) {
     const Join& j = joins_[chunk];
     int rows = j.queries * shared;
-    kernels.combine(partials_.data() + j.partial, j.splits, (int64_t)rows * (pool.value_dim + 2), rows, pool.value_dim,
+    kernels.combine(partials_.data() + j.partial, j.splits, j.split_stride, rows, pool.value_dim,
                     out_of(j.row, j.kv_head, 0), a.out_stride, shared, a.out_format);
   });
 }

@@ -33,6 +33,7 @@ struct Pool {
   float* key_scale;
   float* value_scale;
   int32_t format, blocks, block_size, kv_heads, key_dim, value_dim;
+  int32_t tiled;                // see LayerKV
 };
 
 // Rows of a step: row i brings tokens [query_start[i], query_start[i + 1]), the last of kv_len[i] positions.
@@ -80,10 +81,10 @@ class Workspace {
 
  private:
   struct Piece {  // one attention item's place in the step
-    int32_t row, kv_head, query, queries, begin, end;
+    int32_t row, kv_head, kv_heads, query, queries, begin, end;
     int64_t partial;  // offset into partials_, -1 for none
   };
-  struct Join { int32_t row, kv_head, queries, splits; int64_t partial; };
+  struct Join { int32_t row, kv_head, queries, splits; int64_t partial, split_stride; };
   struct Own {  // of one thread
     std::vector<uint8_t> attention, rows;
     std::vector<float> scratch, scales;

@@ -84,7 +84,13 @@ INLINE void store_some(float* to, f32x16 v, int count) {
 
 // -- bf16: the upper half of a float, rounded to nearest even ------------------------------------
 
-INLINE f32x16 widen(u16x16 v) { return (f32x16)(__builtin_convertvector(v, u32x16) << 16); }
+INLINE f32x16 widen(u16x16 v) {
+#if defined(__AVX512F__)
+  return (f32x16)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)v), 16);
+#else
+  return (f32x16)(__builtin_convertvector(v, u32x16) << 16);
+#endif
+}
 
 INLINE u16x16 narrow(f32x16 v) {
 #if defined(__AVX512BF16__)
@@ -159,6 +165,17 @@ INLINE f32x16 hyperbolic_tangent(f32x16 x) {
   f32x16 e = exponential(-2.f * absolute(x));
   f32x16 y = (1.f - e) / (1.f + e);
   return (f32x16)((i32x16)y | ((i32x16)x & (int32_t)0x80000000));
+}
+
+// Pairs of 2-byte values, one of each: of the first sixteen, or of the last sixteen.
+typedef uint16_t u16x32 __attribute__((vector_size(64)));
+INLINE i32x16 interleave_low(i32x16 even, i32x16 odd) {
+  return (i32x16)__builtin_shufflevector((u16x32)even, (u16x32)odd, 0, 32, 1, 33, 2, 34, 3, 35, 4, 36, 5, 37, 6, 38, 7,
+                                         39, 8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47);
+}
+INLINE i32x16 interleave_high(i32x16 even, i32x16 odd) {
+  return (i32x16)__builtin_shufflevector((u16x32)even, (u16x32)odd, 16, 48, 17, 49, 18, 50, 19, 51, 20, 52, 21, 53, 22,
+                                         54, 23, 55, 24, 56, 25, 57, 26, 58, 27, 59, 28, 60, 29, 61, 30, 62, 31, 63);
 }
 
 // Sixteen rows of sixteen 4-byte values, transposed in registers: blocks of 8, 4, 2 and 1 change places.

@@ -42,6 +42,11 @@ struct Output {
 };
 
 // Keys and values of one layer: [block, kv_head, position, dim]; int8 with a scale per position and head.
+//
+// With `tiled` (fp32 or bf16, block size and dims multiples of 16) a block of one head holds the same
+// values in the order in which products read them: keys by tiles of 16 positions, in a tile for each
+// 4-byte group of dims the group of each position; values by groups of positions (one fp32, two bf16),
+// in a group for each dim its positions.
 struct LayerKV {
   uint8_t* key;
   uint8_t* value;
@@ -49,24 +54,25 @@ struct LayerKV {
   float* value_scale;
   int32_t format;        // F32, BF16 or INT8
   int32_t kv_heads, block_size, key_dim, value_dim;
+  int32_t tiled;
 };
 
-// What one attention item needs: queries of one row that share a key head.
+// What one attention item needs: some queries of one row, with the heads that belong to some key heads.
 struct AttentionItem {
   const float* query;    // first token's first head of the group
   int64_t query_stride;  // floats from token to token
   int32_t queries, shared;           // tokens, and query heads per key head
   int32_t first_position;            // of the first query
-  int32_t kv_head;
+  int32_t kv_head, kv_heads;         // the first, and how many
   int32_t begin, end;                // context positions [begin, end) of this item
   const int32_t* table;              // block numbers of the row
   float scaling, softcap;            // softcap 0: none
   int32_t window;                    // 0: none
-  const float* sinks;                // [shared] or null; counted by the item that begins at 0
+  const float* sinks;                // [kv_heads * shared] or null; counted by the item that begins at 0
   void* out;                         // [tokens, ...] as `query`, in out_format
   int64_t out_stride;                // elements
   int32_t out_format;
-  float* partial;                    // [tokens * shared, value_dim + 2] when the context is split
+  float* partial;                    // [kv_heads, tokens * shared, value_dim + 2] when the context is split
 };
 
 struct Kernels {

@@ -67,7 +67,10 @@ class LocalExecutor:
         if config.kv_cache:
             assert config.num_blocks is not None
             dtype = torch.int8 if config.kv_dtype == "int8" else runner.dtype
-            kv = KVTensors(runner.kv_shape, config.num_blocks, config.block_size, dtype, runner.device)
+            native = isinstance(runner, NativeRunner) or config.attention == "native"
+            kv = KVTensors(
+                runner.kv_shape, config.num_blocks, config.block_size, dtype, runner.device, native=native
+            )
         forward: Forward
         if isinstance(runner, NativeRunner):
             forward = NativeForward(runner)

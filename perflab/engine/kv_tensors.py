@@ -18,14 +18,27 @@ from perflab.models.runner import KVShape
 
 class KVTensors:
     """Keys and values for `num_blocks` blocks of `block_size` tokens; in int8, with fp32 scales
-    [layer, block, kv_head, position] that only native kernels write and read."""
+    [layer, block, kv_head, position] that only native kernels write and read.
+
+    native: only native kernels will use it; where sizes allow it they then keep a block's values in an
+    order of their own (`tiled`, see `kernels.h`), which they read in place.
+    """
 
     key_scale: Tensor | None = None
     value_scale: Tensor | None = None
 
     def __init__(
-        self, shape: KVShape, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+        self,
+        shape: KVShape,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        native: bool = False,
     ) -> None:
+        sizes = (block_size, shape.key_dim, shape.value_dim)
+        self.tiled = native and dtype != torch.int8 and all(size % 16 == 0 for size in sizes)
         self.shape, self.block_size, self.null_block = shape, block_size, num_blocks
         size = (shape.layers, num_blocks + 1, shape.kv_heads, block_size)
         self.key = _zeros((*size, shape.key_dim), dtype, device)

@@ -39,6 +39,7 @@ def pool_of(kv: KVTensors) -> kernels.Pool:
         kv_heads=kv.shape.kv_heads,
         key_dim=kv.shape.key_dim,
         value_dim=kv.shape.value_dim,
+        tiled=kv.tiled,
     )
 
 
@@ -66,7 +67,9 @@ def with_scratch(
         blocks = -(-length // _SCRATCH_BLOCK)
         tables.append(list(range(used, used + blocks)))
         used += blocks
-    return replace(batch, block_tables=tables), KVTensors(shape, used, _SCRATCH_BLOCK, dtype, device)
+    return replace(batch, block_tables=tables), KVTensors(
+        shape, used, _SCRATCH_BLOCK, dtype, device, native=True
+    )
 
 
 class NativeForward:

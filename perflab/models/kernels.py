@@ -18,7 +18,7 @@ import numpy as np
 
 from perflab.errors import ConfigError, NotNative
 
-VERSION = 1
+VERSION = 2
 FORMATS = {"fp32": 0, "bf16": 1, "int8": 2, "int4": 3}
 PANEL = 32
 STORE, ADD, SILU_MUL = 0, 1, 2
@@ -76,6 +76,7 @@ class Pool(Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("key", "value", "key_scale", "value_scale")),
         *((name, c_int32) for name in ("format", "blocks", "block_size", "kv_heads", "key_dim", "value_dim")),
+        ("tiled", c_int32),
     )
 
 
