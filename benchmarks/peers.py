@@ -18,6 +18,7 @@ import argparse
 import json
 import signal
 import statistics
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -263,6 +264,7 @@ def main() -> None:
             with args.save.open("a") as file:
                 file.write(json.dumps(record) + "\n")
 
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # progress shows in a file too
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends like Ctrl-C: children first, then tables
     try:
         rounds(present, args.repeats, args.parts, results, failed, keep)
