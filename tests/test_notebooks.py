@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
@@ -10,10 +11,12 @@ import pytest
 from perflab.config import EngineConfig
 from perflab.load.workloads import synthetic
 from perflab.measure.latency import Decomposition
+from perflab.measure.roofline import Sizes, decode
 from perflab.measure.stats import Estimate
+from perflab.models import kernels
 from perflab.models.tiny import tiny
 from perflab.types import SamplingParams
-from perflab.widgets import lessons, panels
+from perflab.widgets import lessons, limit_panels, limits, panels
 
 NOTEBOOKS = sorted((Path(__file__).resolve().parent.parent / "notebooks").glob("*.ipynb"))
 
@@ -24,7 +27,11 @@ def bench() -> lessons.Bench:
 
 
 def test_there_are_notebooks() -> None:
-    assert {path.name for path in NOTEBOOKS} >= {"00_quickstart.ipynb", "01_where_the_time_goes.ipynb"}
+    assert {path.name for path in NOTEBOOKS} >= {
+        "00_quickstart.ipynb",
+        "01_where_the_time_goes.ipynb",
+        "10_hardware_limits.ipynb",
+    }
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -151,3 +158,81 @@ def test_verdict_panel_reads_the_slider_when_it_is_shown(monkeypatch: pytest.Mon
     text = shown[-1].value  # type: ignore[attr-defined]
     assert "Your prediction of 4× holds" in text
     assert "&lt;times&gt;" in text
+
+
+CEILINGS = limits.Limits(10e9, {"fp32": 100e9, "bf16": 200e9, "int8": 400e9, "int4": 400e9})
+
+
+def test_without_native_kernels_the_lesson_keeps_the_torch_runner_and_says_why(
+    bench: lessons.Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "why_missing", lambda: "none were built")
+    found, why = limits.variants(bench)
+    assert [variant.name for variant in found] == ["torch, fp32"]
+    assert why == "none were built"
+
+
+def test_a_regimes_decode_steps_have_its_context_behind_them() -> None:
+    regime = limits.Regime("x", 3, 64)
+    load = regime.workload(12)
+    (length,) = {request.prompt_length for request in load.requests}
+    (outputs,) = {request.output_length for request in load.requests}
+    assert (len(load.requests), outputs) == (3, 13)
+    assert length is not None
+    assert length + 12 // 2 == 64  # the first token comes with the prompt, twelve more from decode steps
+
+
+def test_steps_are_measured_beside_their_floors(bench: lessons.Bench) -> None:
+    variants, why = limits.variants(bench)
+    assert len(variants) == (1 if why else 3)
+    regimes = limits.regimes(requests=3, context=16, prompt=40)
+    points = limits.measure(bench, variants, regimes, CEILINGS, steps=4, rounds=2)
+    assert [(p.variant.name, p.regime.name) for p in points] == [
+        (v.name, r.name) for v in variants for r in regimes
+    ]
+    sizes = Sizes.of(bench.model.config)
+    for point in points:
+        assert len(point.seconds) == 2
+        assert point.share == pytest.approx(point.floor.seconds / point.step_s)
+        assert point.times_floor.bounded
+    assert points[1].work == decode(sizes, 3, 16, "fp32", "fp32")
+    assert points[0].work.intensity < points[1].work.intensity < points[2].work.intensity
+
+
+def some_points() -> list[limits.Point]:
+    sizes = Sizes(30, 576, 9, 3, 64, 1536, 49_152)
+    points = []
+    for weights, factor in (("bf16", 3.0), ("int8", 1.5)):
+        variant = limits.Variant(f"ours, {weights}", {}, weights, "bf16")
+        for regime in limits.regimes():
+            work = regime.work(sizes, weights, "bf16")
+            least = limits.roofline.floor(work, CEILINGS.of(weights))
+            points.append(limits.Point(variant, regime, work, least, (factor * least.seconds,)))
+    return points
+
+
+def test_every_step_stands_under_its_roof() -> None:
+    figure = limit_panels.roof(some_points(), CEILINGS)
+    traces = {trace.name: trace for trace in figure.data}
+    for weights, factor in (("bf16", 3.0), ("int8", 1.5)):
+        roof, mine = traces[f"the roof, {weights}"], traces[f"ours, {weights}"]
+        assert roof.x[1] == CEILINGS.of(weights).ridge
+        assert roof.y[1] == roof.y[2] == CEILINGS.operations_per_s[weights] / 1e9
+        under = [CEILINGS.of(weights).attainable(x) / 1e9 / y for x, y in zip(mine.x, mine.y, strict=True)]
+        assert under == pytest.approx([factor] * 3)
+    bars = limit_panels.shares(some_points()).data
+    assert [list(bar.y) for bar in bars] == [pytest.approx([100 / 3] * 3), pytest.approx([200 / 3] * 3)]
+    assert "ridge at 20 operations per byte" in limit_panels.describe(CEILINGS)
+
+
+def test_the_floor_follows_the_sliders() -> None:
+    explorer = limit_panels.explore_floor(Sizes(30, 576, 9, 3, 64, 1536, 49_152), CEILINGS, "bf16")
+    curves = {trace.name: list(trace.y) for trace in explorer.figure.data}
+    assert set(curves) == set(CEILINGS.operations_per_s)
+    assert all(later >= earlier for curve in curves.values() for earlier, later in itertools.pairwise(curve))
+    assert curves["int4"][0] > curves["int8"][0] > curves["bf16"][0] > curves["fp32"][0]
+    explorer.requests.value = 128
+    assert "128 × 64 tokens" in explorer.caption.value
+    assert "bound by arithmetic" in explorer.caption.value
+    explorer.context.value = 4096
+    assert explorer.figure.data[0].y[0] < curves["fp32"][0]

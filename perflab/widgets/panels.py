@@ -7,7 +7,7 @@ Every function displays and returns no widget, so that a cell ends without a rep
 from __future__ import annotations
 
 import html
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import ipywidgets as widgets
@@ -37,12 +37,18 @@ def _html(text: str) -> widgets.HTML:
     return widgets.HTML(text, layout=WIDE)
 
 
-def _card(text: str, colour: str = look.ACCENT) -> str:
+def card(text: str, colour: str = look.ACCENT) -> str:
+    """HTML text set off by a coloured edge."""
     style = (
         f"border-left:4px solid {colour};background:#f6f8fb;color:{look.INK};padding:10px 14px;"
         "border-radius:4px;line-height:1.5;font-size:14px"
     )
     return f"<div style='{style}'>{text}</div>"
+
+
+def note(text: str) -> None:
+    """A remark in the flow of a lesson."""
+    display(_html(card(html.escape(text))))
 
 
 def show(figure: go.Figure) -> None:
@@ -72,7 +78,7 @@ def predict(question: str, low: float, high: float, start: float, step: float = 
         layout=widgets.Layout(width="420px"),
     )
     row = widgets.HBox([widgets.Label("My prediction:"), slider, widgets.Label(unit)])
-    display(widgets.VBox([_html(_card(f"<b>{html.escape(question)}</b>")), row]))
+    display(widgets.VBox([_html(card(f"<b>{html.escape(question)}</b>")), row]))
     return Guess(question, slider, unit)
 
 
@@ -82,7 +88,7 @@ def verdict(guess: Guess, measured: Estimate) -> None:
     marks = {"holds": ("✓", look.GOOD), "cannot tell": ("?", look.UNSURE)}
     mark, colour = marks.get(found.answer, ("✗", look.BAD))
     question = html.escape(guess.prediction.question)
-    display(_html(_card(f"{question}<br><b>{mark}</b> {html.escape(found.text)}", colour)))
+    display(_html(card(f"{question}<br><b>{mark}</b> {html.escape(found.text)}", colour)))
 
 
 def working(work: Callable[[Callable[[str], None]], T]) -> T:
@@ -106,7 +112,7 @@ def stream(events: Iterable[tuple[TokenEvent, RequestRecord]]) -> RequestRecord:
     shown, record = "", None
     for event, record in events:
         shown += event.text
-        text.value = _card(html.escape(shown).replace("\n", "<br>"))
+        text.value = card(html.escape(shown).replace("\n", "<br>"))
         gaps = sorted(metrics.itl_s(record))
         parts = [
             f"<b>TTFT</b> {units.seconds(metrics.ttft_s(record))}",
@@ -183,6 +189,17 @@ def describe_split(parts: Decomposition) -> str:
     )
 
 
+def slider(name: str, values: Sequence[int]) -> Any:
+    """A slider over `values` that tells its new one when it is let go."""
+    return widgets.SelectionSlider(
+        options=values,
+        description=name,
+        continuous_update=False,
+        style={"description_width": "120px"},
+        layout=widgets.Layout(width="420px"),
+    )
+
+
 class SplitExplorer:
     """Two sliders, one bar for each setting tried; a setting that was measured is not run again."""
 
@@ -194,23 +211,13 @@ class SplitExplorer:
     ) -> None:
         self._measure = measure
         self.results: dict[tuple[int, int], Decomposition] = {}
-        self.prompt = self._slider("prompt tokens", prompt_tokens)
-        self.requests = self._slider("requests at once", requests)
+        self.prompt = slider("prompt tokens", prompt_tokens)
+        self.requests = slider("requests at once", requests)
         self.shares = widgets.Checkbox(value=False, description="as shares", indent=False)
         self.figure = go.FigureWidget(look.style(go.Figure(), 260))
         self.caption = _html("")
         for control in (self.prompt, self.requests, self.shares):
             control.observe(self.update, names="value")
-
-    @staticmethod
-    def _slider(name: str, values: tuple[int, ...]) -> Any:
-        return widgets.SelectionSlider(
-            options=values,
-            description=name,
-            continuous_update=False,
-            style={"description_width": "120px"},
-            layout=widgets.Layout(width="420px"),
-        )
 
     def update(self, change: Any = None) -> None:
         """Measure what the sliders say, if need be, and draw."""
@@ -218,9 +225,9 @@ class SplitExplorer:
         if setting in self.results:
             self.results[setting] = self.results.pop(setting)  # the newest bar is the lowest
         else:
-            self.caption.value = _card("measuring …", look.MUTED)
+            self.caption.value = card("measuring …", look.MUTED)
             self.results[setting] = self._measure(*setting)
-        self.caption.value = _card(describe_split(self.results[setting]))
+        self.caption.value = card(describe_split(self.results[setting]))
         self._draw()
 
     def _draw(self) -> None:
