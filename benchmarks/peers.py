@@ -121,6 +121,8 @@ def rounds(
                 results.setdefault(contender.name, {})[number] = record
                 keep({"contender": contender.name, "round": number, **record})
                 said = ", ".join(f"{cell(key, record[key])} {LABELS[key]}" for key in LABELS if key in record)
+                if runner := record.get("runner"):  # ours: without native kernels bf16 runs in torch
+                    said += f", {runner}"
             took = f"{time.perf_counter() - start:.0f} s"
             line = f"  {number + 1}/{repeats} {contender.name} ({took}): {said}"
             console.print(line, highlight=False, markup=False, soft_wrap=True)
