@@ -13,7 +13,7 @@ namespace ISA {
 
 constexpr int CHUNK = 64;                     // context positions at a time: two panels
 constexpr int MAX_QUERY_ROWS = 48;            // tokens times heads of one item
-constexpr int AHEAD_POSITIONS = 2 * CHUNK;    // between what is read and what is asked for from memory
+constexpr int AHEAD_POSITIONS = CHUNK;    // between what is read and what is asked for from memory
 
 struct AttentionScratch {
   alignas(64) uint8_t keys[2][MAX_DIM * 128];    // panels of 32 positions; a group is 4 bytes of dims
@@ -132,8 +132,8 @@ template <int M> INLINE void multiply(bool bf16, const uint8_t* x, int64_t strid
   for (int m = 0; m < M; m++)
     for (int half = 0; half < 2; half++)
       t.sums[m][half] = keep ? load<f32x16>(out + m * out_stride + 16 * half) * keep[m] : f32x16{};
-  if (bf16) tile_bf16<M, false>(t, x, stride, panel, groups);
-  else tile_f32<M, false>(t, x, stride, panel, groups);
+  if (bf16) tile_bf16<M, 0>(t, x, stride, panel, groups, 0);
+  else tile_f32<M, 0>(t, x, stride, panel, groups, 0);
 #pragma GCC unroll 16
   for (int m = 0; m < M; m++)
     for (int half = 0; half < 2; half++) store(out + m * out_stride + 16 * half, t.sums[m][half]);
@@ -160,46 +160,51 @@ static void multiply_rows(bool bf16, const uint8_t* x, int64_t stride, const uin
 
 // -- a tiled pool, in place -------------------------------------------------------------------------
 
-// out[M][16 * W] = keep * out + x[M] . w, where vector j of group g lies at w[j] + g * step.
+// out[M][16 * W] = keep * out + x[M] . w. There are `parts` parts of `groups` groups, x goes on from part to
+// part; vector j of group g of a part lies at w[part][j] + g * step.
 template <int M, int W> INLINE void multiply_in_place(bool bf16, const uint8_t* x, int64_t stride,
-                                                      const uint8_t* const (&w)[4], int64_t step, int groups,
+                                                      const uint8_t* const (*w)[4], int parts, int64_t step, int groups,
                                                       float* out, int64_t out_stride, const float* keep) {
   f32x16 sums[M][W];
 #pragma GCC unroll 8
   for (int m = 0; m < M; m++)
 #pragma GCC unroll 4
     for (int j = 0; j < W; j++) sums[m][j] = keep ? load<f32x16>(out + m * out_stride + 16 * j) * keep[m] : f32x16{};
-  for (int g = 0; g < groups; g++) {
-    i32x16 v[W];
+  for (int part = 0; part < parts; part++, x += 4 * groups)
+    for (int g = 0; g < groups; g++) {
+      i32x16 v[W];
 #pragma GCC unroll 4
-    for (int j = 0; j < W; j++) v[j] = load<i32x16>(w[j] + g * step);
+      for (int j = 0; j < W; j++) v[j] = load<i32x16>(w[part][j] + g * step);
 #pragma GCC unroll 8
-    for (int m = 0; m < M; m++) {
-      i32x16 value = all_from(x + m * stride + 4 * g);
+      for (int m = 0; m < M; m++) {
+        i32x16 value = all_from(x + m * stride + 4 * g);
 #pragma GCC unroll 4
-      for (int j = 0; j < W; j++)
-        sums[m][j] = bf16 ? dot2(sums[m][j], v[j], value) : dot(sums[m][j], (f32x16)v[j], (f32x16)value);
+        for (int j = 0; j < W; j++)
+          sums[m][j] = bf16 ? dot2(sums[m][j], v[j], value) : dot(sums[m][j], (f32x16)v[j], (f32x16)value);
+      }
     }
-  }
 #pragma GCC unroll 8
   for (int m = 0; m < M; m++)
 #pragma GCC unroll 4
     for (int j = 0; j < W; j++) store(out + m * out_stride + 16 * j, sums[m][j]);
 }
 
-template <int W> static void rows_in_place(bool bf16, const uint8_t* x, int64_t stride, const uint8_t* const (&w)[4],
-                                           int64_t step, int groups, int rows, float* out, int64_t out_stride,
-                                           const float* keep) {
+template <int W> static void rows_in_place(bool bf16, const uint8_t* x, int64_t stride, const uint8_t* const (*w)[4],
+                                           int parts, int64_t step, int groups, int rows, float* out,
+                                           int64_t out_stride, const float* keep) {
   constexpr int most = MAX_M >= 6 ? 6 : 1;
   for (int row = 0; row < rows;) {
     const uint8_t* from = x + row * stride;
     float* to = out + row * out_stride;
     const float* k = keep ? keep + row : nullptr;
     int left = rows - row, m = left >= most ? most : left >= 3 && most > 3 ? 3 : 1;
-    auto in = [&](auto product) { product(bf16, from, stride, w, step, groups, to, out_stride, k); };
-    if (m == 1) in(multiply_in_place<1, W>);
-    else if (m == 3) in(multiply_in_place<(most > 3 ? 3 : 1), W>);
-    else in(multiply_in_place<most, W>);
+    auto in = [&](auto product) {
+      if (bf16) product(true, from, stride, w, parts, step, groups, to, out_stride, k);
+      else product(false, from, stride, w, parts, step, groups, to, out_stride, k);
+    };
+    if (m == 1) in([](auto... a) { multiply_in_place<1, W>(a...); });
+    else if (m == 3) in([](auto... a) { multiply_in_place<(most > 3 ? 3 : 1), W>(a...); });
+    else in([](auto... a) { multiply_in_place<most, W>(a...); });
     row += m;
   }
 }
@@ -212,10 +217,19 @@ INLINE const uint8_t* tile_at(const LayerKV& kv, const AttentionItem& item, int 
   return (key ? kv.key : kv.value) + slot * dim * size;
 }
 
-// A tile of 2 KB or so is too short a run for the processor to see the next one coming.
+// A tile of 2 KB or so is too short a run for the processor to see the next one coming. Behind the end lie
+// the tiles of the item that this thread probably takes next.
 INLINE void fetch_tile(const LayerKV& kv, const AttentionItem& item, int head, int position, bool key) {
-  if (position >= item.end) return;
-  const uint8_t* tile = tile_at(kv, item, head, position, key);
+  AttentionItem next;
+  const AttentionItem* of = &item;
+  if (position >= item.end) {
+    if (!item.next_table) return;
+    next.table = item.next_table;
+    position = item.next_begin + (position - item.end) / 16 * 16;
+    if (position >= item.next_end) return;
+    of = &next;
+  }
+  const uint8_t* tile = tile_at(kv, *of, head, position, key);
   const int bytes = 16 * (key ? kv.key_dim : kv.value_dim) * (kv.format == F32 ? 4 : 2);
   for (int byte = 0; byte < bytes; byte += 64) __builtin_prefetch(tile + byte, 0, 2);
 }
@@ -223,45 +237,47 @@ INLINE void fetch_tile(const LayerKV& kv, const AttentionItem& item, int head, i
 static void scores_in_place(AttentionScratch& s, const LayerKV& kv, const AttentionItem& item, int head, int chunk,
                             int first, int rows) {
   const bool bf16 = kv.format != F32;
-  const uint8_t* tiles[4];
+  const int groups = bf16 ? kv.key_dim / 2 : kv.key_dim;
+  const int tiles = item.end - chunk >= CHUNK ? 4 : (item.end - chunk + 15) / 16;
+  const uint8_t* at[1][4];
   for (int j = 0; j < 4; j++) {
-    int position = chunk + 16 * j;
-    tiles[j] = position < item.end ? tile_at(kv, item, head, position, true) : tiles[0];  // masked later
-    fetch_tile(kv, item, head, position + AHEAD_POSITIONS, true);
+    at[0][j] = tile_at(kv, item, head, chunk + 16 * (j < tiles ? j : 0), true);  // beyond the end: masked later
+    fetch_tile(kv, item, head, chunk + 16 * j + AHEAD_POSITIONS, true);
   }
-  rows_in_place<4>(bf16, s.query[first], sizeof s.query[0], tiles, 64, bf16 ? kv.key_dim / 2 : kv.key_dim, rows,
-                   s.scores[first], CHUNK, nullptr);
+  (tiles == 1 ? rows_in_place<1> : tiles == 2 ? rows_in_place<2> : rows_in_place<4>)(
+      bf16, s.query[first], sizeof s.query[0], at, 1, 64, groups, rows, s.scores[first], CHUNK, nullptr);
 }
 
 static void values_in_place(AttentionScratch& s, const LayerKV& kv, const AttentionItem& item, int head, int chunk,
                             int first, int rows, const float* keep) {
   const bool bf16 = kv.format != F32;
   const int groups = bf16 ? 8 : 16, step = 4 * kv.value_dim;
-  float ones[MAX_QUERY_ROWS];
-  for (int row = 0; row < rows; row++) ones[row] = 1.f;
-  for (int position = chunk; position < item.end && position < chunk + CHUNK; position += 16) {
-    const uint8_t* tile = tile_at(kv, item, head, position, false);
-    fetch_tile(kv, item, head, position + AHEAD_POSITIONS, false);
-    if (int count = item.end - position; count < 16) {  // what lies beyond may be anything: zeros instead
+  const int tiles = item.end - chunk >= CHUNK ? 4 : (item.end - chunk + 15) / 16;
+  const uint8_t* from[4];
+  for (int j = 0; j < 4; j++) {
+    fetch_tile(kv, item, head, chunk + 16 * j + AHEAD_POSITIONS, false);
+    if (j >= tiles) continue;
+    from[j] = tile_at(kv, item, head, chunk + 16 * j, false);
+    if (int count = item.end - chunk - 16 * j; count < 16) {  // what lies beyond may be anything: zeros instead
       uint8_t* copy = (uint8_t*)s.values;
-      memcpy(copy, tile, (int64_t)groups * step);
+      memcpy(copy, from[j], (int64_t)groups * step);
       if (bf16) {
         for (int odd = count % 2, d = 0; odd && d < kv.value_dim; d++) memset(copy + count / 2 * step + 4 * d + 2, 0, 2);
         memset(copy + (count + 1) / 2 * step, 0, (8 - (count + 1) / 2) * step);
       } else {
         memset(copy + count * step, 0, (16 - count) * step);
       }
-      tile = copy;
+      from[j] = copy;
     }
-    const uint8_t* weights = s.weights[first] + (position - chunk) * (bf16 ? 2 : 4);
-    for (int d = 0; d < kv.value_dim;) {
-      const uint8_t* w[4] = {tile + 4 * d, tile + 4 * d + 64, tile + 4 * d + 128, tile + 4 * d + 192};
-      bool four = kv.value_dim - d >= 64;
-      (four ? rows_in_place<4> : rows_in_place<1>)(bf16, weights, sizeof s.weights[0], w, step, groups, rows,
-                                                    &s.out[first][d], MAX_DIM, keep);
-      d += four ? 64 : 16;
-    }
-    keep = ones;
+  }
+  for (int d = 0; d < kv.value_dim;) {
+    const uint8_t* at[4][4];
+    for (int j = 0; j < tiles; j++)
+      for (int v = 0; v < 4; v++) at[j][v] = from[j] + 4 * d + 64 * v;
+    const bool four = kv.value_dim - d >= 64;
+    (four ? rows_in_place<4> : rows_in_place<1>)(bf16, s.weights[first], sizeof s.weights[0], at, tiles, step, groups,
+                                                  rows, &s.out[first][d], MAX_DIM, keep);
+    d += four ? 64 : 16;
   }
 }
 

@@ -149,6 +149,11 @@ void Workspace::attention_phases(Member& member, const Pool& pool, int32_t layer
     item.first_position = step.kv_len[p.row] - queries + p.query;
     item.kv_head = p.kv_head, item.kv_heads = p.kv_heads, item.begin = p.begin, item.end = p.end;
     item.table = step.tables + (int64_t)p.row * step.table_width;
+    if (chunk + 1 < (int)pieces_.size()) {
+      const Piece& next = pieces_[chunk + 1];
+      item.next_table = step.tables + (int64_t)next.row * step.table_width;
+      item.next_begin = next.begin, item.next_end = next.end;
+    }
     item.scaling = a.scaling, item.softcap = a.softcap, item.window = a.window;
     item.sinks = a.sinks ? a.sinks + p.kv_head * shared : nullptr;
     item.out = out_of(p.row, p.kv_head, p.query), item.out_stride = a.out_stride, item.out_format = a.out_format;

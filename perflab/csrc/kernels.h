@@ -66,6 +66,8 @@ struct AttentionItem {
   int32_t kv_head, kv_heads;         // the first, and how many
   int32_t begin, end;                // context positions [begin, end) of this item
   const int32_t* table;              // block numbers of the row
+  const int32_t* next_table;         // of the item that probably comes next, or null: what to fetch ahead
+  int32_t next_begin, next_end;
   float scaling, softcap;            // softcap 0: none
   int32_t window;                    // 0: none
   const float* sinks;                // [kv_heads * shared] or null; counted by the item that begins at 0

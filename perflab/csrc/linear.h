@@ -17,13 +17,19 @@ constexpr int MAX_M = 3, MAX_M_INT4 = 2;
 #else
 constexpr int MAX_M = 2, MAX_M_INT4 = 1;
 #endif
-constexpr int AHEAD = 2048;  // bytes between what is read and what is asked for from memory
+constexpr int AHEAD = 2048;  // bytes between what one pass reads and what it asks for from memory
 
 template <int M> struct Tile { f32x16 sums[M][2]; };
 
-template <int M, bool FETCH> INLINE void tile_f32(Tile<M>& t, const uint8_t* x, int64_t stride, const uint8_t* panel, int groups) {
-  for (int g = 0; g < groups; g++, panel += 128) {
-    if (FETCH) __builtin_prefetch(panel + AHEAD), __builtin_prefetch(panel + AHEAD + 64);
+// Ask for the `LINES` cache lines of a group that are read later.
+template <int LINES> INLINE void fetch(const uint8_t* at) {
+  if (LINES == 1) __builtin_prefetch(at, 0, 2);
+  if (LINES == 2) __builtin_prefetch(at), __builtin_prefetch(at + 64);
+}
+
+template <int M, int FETCH> INLINE void tile_f32(Tile<M>& t, const uint8_t* x, int64_t stride, const uint8_t* panel, int groups, const uint8_t* ahead) {
+  for (int g = 0; g < groups; g++, panel += 128, ahead += 64 * FETCH) {
+    fetch<FETCH>(ahead);
     f32x16 w0 = load<f32x16>(panel), w1 = load<f32x16>(panel + 64);
 #pragma GCC unroll 16
     for (int m = 0; m < M; m++) {
@@ -33,9 +39,9 @@ template <int M, bool FETCH> INLINE void tile_f32(Tile<M>& t, const uint8_t* x, 
   }
 }
 
-template <int M, bool FETCH> INLINE void tile_bf16(Tile<M>& t, const uint8_t* x, int64_t stride, const uint8_t* panel, int groups) {
-  for (int g = 0; g < groups; g++, panel += 128) {
-    if (FETCH) __builtin_prefetch(panel + AHEAD), __builtin_prefetch(panel + AHEAD + 64);
+template <int M, int FETCH> INLINE void tile_bf16(Tile<M>& t, const uint8_t* x, int64_t stride, const uint8_t* panel, int groups, const uint8_t* ahead) {
+  for (int g = 0; g < groups; g++, panel += 128, ahead += 64 * FETCH) {
+    fetch<FETCH>(ahead);
     i32x16 w0 = load<i32x16>(panel), w1 = load<i32x16>(panel + 64);
 #pragma GCC unroll 16
     for (int m = 0; m < M; m++) {
@@ -45,13 +51,13 @@ template <int M, bool FETCH> INLINE void tile_bf16(Tile<M>& t, const uint8_t* x,
   }
 }
 
-template <int M, bool FETCH> INLINE void tile_int8(Tile<M>& t, const uint8_t* x, int64_t stride, const uint8_t* panel, int groups,
-                                       const Rows& rows, int first, const float* scales) {
+template <int M, int FETCH> INLINE void tile_int8(Tile<M>& t, const uint8_t* x, int64_t stride, const uint8_t* panel, int groups,
+                                       const uint8_t* ahead, const Rows& rows, int first, const float* scales) {
   i32x16 sums[M][2];
 #pragma GCC unroll 16
   for (int m = 0; m < M; m++) sums[m][0] = sums[m][1] = all(-128 * rows.sums[first + m]);
-  for (int g = 0; g < groups; g++, panel += 128) {
-    if (FETCH) __builtin_prefetch(panel + AHEAD), __builtin_prefetch(panel + AHEAD + 64);
+  for (int g = 0; g < groups; g++, panel += 128, ahead += 64 * FETCH) {
+    fetch<FETCH>(ahead);
     i32x16 w0 = load<i32x16>(panel), w1 = load<i32x16>(panel + 64);
 #pragma GCC unroll 16
     for (int m = 0; m < M; m++) {
@@ -67,8 +73,8 @@ template <int M, bool FETCH> INLINE void tile_int8(Tile<M>& t, const uint8_t* x,
   }
 }
 
-template <int M, bool FETCH> INLINE void tile_int4(Tile<M>& t, const uint8_t* x, int64_t stride, const uint8_t* panel, int supers,
-                                       const Rows& rows, int first) {
+template <int M, int FETCH> INLINE void tile_int4(Tile<M>& t, const uint8_t* x, int64_t stride, const uint8_t* panel, int supers,
+                                       const uint8_t* ahead, const Rows& rows, int first) {
 #pragma GCC unroll 16
   for (int m = 0; m < M; m++) t.sums[m][0] = t.sums[m][1] = f32x16{};
   for (int group = 0; group < 2 * supers; group++) {
@@ -83,7 +89,7 @@ template <int M, bool FETCH> INLINE void tile_int4(Tile<M>& t, const uint8_t* x,
     for (int i = 0; i < 4; i++) {
 #pragma GCC unroll 2
       for (int half = 0; half < 2; half++) {
-        if (FETCH) __builtin_prefetch(nibbles + 128 * i + 64 * half + AHEAD);
+        if (FETCH > half) fetch<1>(ahead + 64 * (FETCH * i + half));
         u32x16 both = load<u32x16>(nibbles + 128 * i + 64 * half);
         i32x16 low = (i32x16)(both & 0x0f0f0f0fu), high = (i32x16)((both >> 4) & 0x0f0f0f0fu);
 #pragma GCC unroll 16
@@ -99,6 +105,7 @@ template <int M, bool FETCH> INLINE void tile_int4(Tile<M>& t, const uint8_t* x,
       t.sums[m][0] += to_float(sums[m][0]) * s0;
       t.sums[m][1] += to_float(sums[m][1]) * s1;
     }
+    ahead += 4 * 64 * FETCH + (group & 1) * 64 * FETCH;
     if (group & 1) panel += 128 + 1024;
   }
 #pragma GCC unroll 16
@@ -135,19 +142,19 @@ static void put(const Matrix& w, const Output& out, const float (*sums)[PANEL], 
   }
 }
 
-typedef void (*Product)(const Matrix&, const Rows&, const Output&, int panel, int row);
+typedef void (*Product)(const Matrix&, const Rows&, const Output&, int panel, int row, const uint8_t* ahead);
 
-template <int FORMAT, int M, bool FETCH>
-static void product(const Matrix& w, const Rows& rows, const Output& out, int panel, int row) {
+template <int FORMAT, int M, int FETCH>
+static void product(const Matrix& w, const Rows& rows, const Output& out, int panel, int row, const uint8_t* ahead) {
   Tile<M> t;
   const uint8_t* x = rows.data + row * rows.stride;
   const uint8_t* data = w.data + panel * pl_panel_bytes(FORMAT, w.k);
 #pragma GCC unroll 16
   for (int m = 0; m < M; m++) t.sums[m][0] = t.sums[m][1] = f32x16{};
-  if constexpr (FORMAT == F32) tile_f32<M, FETCH>(t, x, rows.stride, data, w.k);
-  if constexpr (FORMAT == BF16) tile_bf16<M, FETCH>(t, x, rows.stride, data, (w.k + 1) / 2);
-  if constexpr (FORMAT == INT8) tile_int8<M, FETCH>(t, x, rows.stride, data, (w.k + 3) / 4, rows, row, w.scale + panel * PANEL);
-  if constexpr (FORMAT == INT4) tile_int4<M, FETCH>(t, x, rows.stride, data, (w.k + SUPER - 1) / SUPER, rows, row);
+  if constexpr (FORMAT == F32) tile_f32<M, FETCH>(t, x, rows.stride, data, w.k, ahead);
+  if constexpr (FORMAT == BF16) tile_bf16<M, FETCH>(t, x, rows.stride, data, (w.k + 1) / 2, ahead);
+  if constexpr (FORMAT == INT8) tile_int8<M, FETCH>(t, x, rows.stride, data, (w.k + 3) / 4, ahead, rows, row, w.scale + panel * PANEL);
+  if constexpr (FORMAT == INT4) tile_int4<M, FETCH>(t, x, rows.stride, data, (w.k + SUPER - 1) / SUPER, ahead, rows, row);
   alignas(64) float sums[M][PANEL];
 #pragma GCC unroll 16
   for (int m = 0; m < M; m++) store(sums[m], t.sums[m][0]), store(sums[m] + LANES, t.sums[m][1]);
@@ -156,19 +163,25 @@ static void product(const Matrix& w, const Rows& rows, const Output& out, int pa
 
 constexpr int most_rows(int format) { return format == INT4 ? MAX_M_INT4 : MAX_M; }
 
-template <int FORMAT, bool FETCH, int M> static Product product_of(int rows) {
+template <int FORMAT, int FETCH, int M> static Product product_of(int rows) {
   if constexpr (M > 1)
     if (rows < M) return product_of<FORMAT, FETCH, M - 1>(rows);
   return product<FORMAT, M, FETCH>;
 }
 
+// A single pass asks for what it will read itself. Of several, the first two ask for half of the next
+// panel each, so that memory works while they compute.
 template <int FORMAT> static void linear_in(const Matrix& w, const Rows& rows, const Output& out, int panel, int first, int last) {
   constexpr int most = most_rows(FORMAT);
-  int passes = (last - first + most - 1) / most;
-  for (int pass = 0; pass < passes; pass++) {
-    int count = (last - first + passes - pass - 1) / (passes - pass);
-    (pass ? product_of<FORMAT, false, most>(count) : product_of<FORMAT, true, most>(count))(w, rows, out, panel, first);
-    first += count;
+  const int passes = (last - first + most - 1) / most;
+  const int64_t bytes = pl_panel_bytes(FORMAT, w.k);
+  const uint8_t* data = w.data + panel * bytes;
+  for (int pass = 0, row = first; pass < passes; pass++) {
+    int count = (last - row + passes - pass - 1) / (passes - pass);
+    if (first > 0 || pass > 1) product_of<FORMAT, 0, most>(count)(w, rows, out, panel, row, nullptr);
+    else if (passes == 1) product_of<FORMAT, 2, most>(count)(w, rows, out, panel, row, data + AHEAD);
+    else product_of<FORMAT, 1, most>(count)(w, rows, out, panel, row, data + bytes + pass * (bytes / 2));
+    row += count;
   }
 }
 
