@@ -94,7 +94,7 @@ void Workspace::plan(const Pool& pool, const Step& step, int32_t shared) {
   int64_t work = 0;
   const int tile = std::max(1, QUERY_ROWS / shared);  // tokens of one item
   for (int row = 0; row < step.rows; row++) {
-    std::fill(&row_of_[step.query_start[row]], &row_of_[step.query_start[row + 1]], row);
+    std::fill(row_of_.begin() + step.query_start[row], row_of_.begin() + step.query_start[row + 1], row);
     if (step.query_start[row + 1] - step.query_start[row] <= tile) work += step.kv_len[row];
   }
   int64_t piece = std::max<int64_t>(PIECE, work / (ITEMS_PER_THREAD * team.threads()));
