@@ -8,14 +8,14 @@ ARGS ?=
 NBVAL := --nbval-lax --nbval-current-env --nbval-sanitize-with notebooks/sanitize.cfg --nbval-cell-timeout 300
 
 .DEFAULT_GOAL := help
-.PHONY: help install model doctor study study-quick lab test lessons verify lint format clean
+.PHONY: help install model doctor study study-quick lab test lessons verify sanitize lint format clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 install: $(STAMP) ## set up .venv with the tested versions
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml constraints.txt setup.py $(wildcard perflab/csrc/*)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "Python 3.11 or newer is needed; name one with: make PYTHON=/path/to/python3.11 install"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
@@ -43,8 +43,22 @@ test: install ## the tests, with the first two notebooks
 lessons: install ## run every notebook from top to bottom
 	$(BIN)/python -m pytest $(NBVAL) notebooks $(ARGS)
 
-verify: install ## the long properties and full grids (about an hour)
+verify: install sanitize ## the long properties and full grids, and the sanitizers (about an hour)
 	$(BIN)/python -m pytest -m verify tests $(ARGS)
+
+sanitize: install ## the kernels' tests under g++'s address, undefined-behaviour and thread sanitizers
+	$(call sanitized,asan,-fsanitize=address$(comma)undefined -fno-sanitize-recover=undefined,ASAN_OPTIONS=detect_leaks=0)
+	$(call sanitized,tsan,-fsanitize=thread -Wno-tsan,TSAN_OPTIONS="halt_on_error=1 ignore_noninstrumented_modules=1")
+
+comma := ,
+# $(1): the sanitizer's library, $(2): flags, $(3): its settings. The installed kernels stay as they are.
+define sanitized
+	PERFLAB_CFLAGS="$(2) -O2 -g1" $(BIN)/python setup.py -q build_ext -f -b build/$(1) -t build/$(1) >/dev/null
+	test -f build/$(1)/perflab/_native*.so || { echo "the kernels do not compile with $(2)"; exit 1; }
+	$(3) LD_PRELOAD=$$($(CXX) -print-file-name=lib$(1).so) OMP_NUM_THREADS=1 \
+	  PERFLAB_NATIVE_LIBRARY=$$(echo build/$(1)/perflab/_native*.so) \
+	  $(BIN)/python -m pytest -q --capture=sys tests/test_kernels.py
+endef
 
 lint: install ## ruff and mypy
 	$(BIN)/ruff check .

