@@ -306,6 +306,7 @@ class Row(NamedTuple):
 class Attending:
     rows: tuple[Row, ...]
     format: str
+    native_order: bool  # of the values in a block, where sizes allow it
     block_size: int
     kv_heads: int
     shared: int
@@ -449,11 +450,12 @@ def attending(draw: st.DrawFn) -> Attending:
     return Attending(
         rows=tuple(row() for _ in range(draw(st.integers(1, 4)))),
         format=draw(st.sampled_from(sorted(DTYPES))),
-        block_size=draw(st.sampled_from((1, 5, 16))),
-        kv_heads=draw(st.sampled_from((1, 2))),
+        native_order=draw(st.booleans()),
+        block_size=draw(st.sampled_from((1, 5, 16, 32))),
+        kv_heads=draw(st.sampled_from((1, 2, 5))),
         shared=draw(st.sampled_from((1, 3, 8))),
         key_dim=key_dim,
-        value_dim=draw(st.sampled_from((key_dim, 40))),
+        value_dim=draw(st.sampled_from((key_dim, 40, 48))),
         window=draw(st.sampled_from((None, None, 1, 7, 70))),
         softcap=draw(st.sampled_from((None, 2.0))),
         sinks=draw(st.booleans()),
@@ -464,7 +466,7 @@ def attending(draw: st.DrawFn) -> Attending:
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(case=attending())
 def test_attention_over_block_tables(isa: str, case: Attending) -> None:
     AttentionRun(case).check(team(isa, case.threads))
@@ -472,10 +474,12 @@ def test_attention_over_block_tables(isa: str, case: Attending) -> None:
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("format", DTYPES)
-@pytest.mark.parametrize("window", [None, 300])
-def test_long_contexts_are_split_over_threads(isa: str, format: str, window: int | None) -> None:
+@pytest.mark.parametrize(("window", "native_order"), [(None, True), (300, True), (None, False)])
+def test_long_contexts_are_split_over_threads(
+    isa: str, format: str, window: int | None, native_order: bool
+) -> None:
     rows = (Row(1, 1500), Row(3, 700), Row(1, 40), Row(60, 500))
-    case = Attending(rows, format, 16, 1, 3, 64, 64, window, None, True, False, 0, 5)
+    case = Attending(rows, format, native_order, 16, 2, 3, 64, 64, window, None, True, False, 0, 5)
     answers = [AttentionRun(case).check(team(isa, threads)) for threads in (1, 2, 5)]
     for answer in answers[1:]:
         np.testing.assert_allclose(answer, answers[0], atol=1e-2 if format != "fp32" else 1e-5)
@@ -507,7 +511,7 @@ def model_and_logits(arch: str) -> tuple[Any, np.ndarray, np.ndarray]:
 
 def one_step(runner: NativeRunner, tokens: np.ndarray, kv_dtype: torch.dtype) -> Any:
     blocks = -(-len(tokens) // 16)
-    kv = KVTensors(runner.kv_shape, blocks, 16, kv_dtype, torch.device("cpu"))
+    kv = KVTensors(runner.kv_shape, blocks, 16, kv_dtype, torch.device("cpu"), native=True)
     count = len(tokens)
     rows = StepRows(
         token_ids=tokens,
