@@ -25,7 +25,7 @@ from perflab.engine.sampler import prompt_logprobs, sample
 from perflab.errors import NotNative, StepFailed
 from perflab.models.kernels import Team
 from perflab.models.native import NativeRunner
-from perflab.models.runner import Attend, HFRunner, RunnerOutput
+from perflab.models.runner import Attend, Best, HFRunner, RunnerOutput
 from perflab.models.runners import Runner
 
 Forward = Callable[[Batch, KVTensors | None], RunnerOutput]
@@ -129,7 +129,10 @@ class LocalExecutor:
         rows = [row for row, samples in enumerate(plan.samples) if samples]
         every = len(rows) == logits.shape[0]
         wanted = logits if every else logits[[last[row] for row in rows]]
-        best = None if output.best is None else [output.best[last[row]] for row in rows]
+        best = output.best
+        if best is not None and not every:
+            at = [last[row] for row in rows]
+            best = Best([best.token_ids[i] for i in at], [best.finite[i] for i in at])
         sampled = sample(wanted, [plan.seqs[row] for row in rows], best)
         bad = {rows[index] for index in sampled.bad_rows}
         partial = [row for row, samples in enumerate(plan.samples) if not samples]

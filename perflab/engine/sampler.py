@@ -26,6 +26,7 @@ from perflab.engine.logits import (
     top_ids,
     truncated,
 )
+from perflab.models.runner import Best
 from perflab.types import TokenLogprob
 
 _BLOCK = 256  # weights summed at once before a draw looks inside one block
@@ -79,10 +80,10 @@ def _first_above(ends: np.ndarray, target: float) -> int:
     return index if index < len(ends) else int(np.searchsorted(ends, ends[-1]))
 
 
-def sample(logits: Tensor, rows: Sequence[SamplingRow], best: Sequence[int] | None = None) -> SampleResult:
+def sample(logits: Tensor, rows: Sequence[SamplingRow], best: Best | None = None) -> SampleResult:
     """Choose one token for each row of logits [len(rows), vocab], of any float dtype, on any device.
 
-    best: each row's argmax where it is known already (of a NaN if there is one).
+    best: each row's largest logit, where the runner found it on its way.
 
     Rows that take the most likely token of the raw logits cost one pass over them; each other row
     is worked on by itself. The logits are not changed.
@@ -91,19 +92,11 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow], best: Sequence[int] | No
     if not rows:
         return SampleResult([], [], [])
     logits = logits.detach()
-    if logits.device.type == "cpu":
-        # numpy's argmax is several times as fast as torch's on a CPU; both name a NaN if there is one.
-        host = logits.float().numpy()
-        token_ids = host.argmax(axis=1).tolist() if best is None else list(best)
-        finite = np.isfinite(host[np.arange(len(rows)), token_ids]).tolist()
-        slow = [i for i, row in enumerate(rows) if finite[i] and not _is_argmax(row, token_ids[i])]
-        raw = {i: host[i] for i in slow}
-    else:
-        values, indices = logits.max(dim=-1)
-        token_ids = indices.tolist()
-        finite = values.isfinite().tolist()
-        slow = [i for i, row in enumerate(rows) if finite[i] and not _is_argmax(row, token_ids[i])]
-        raw = dict(zip(slow, logits[slow].float().cpu().numpy(), strict=True)) if slow else {}
+    if best is None:
+        best = _best(logits)
+    token_ids, finite = list(best.token_ids), list(best.finite)
+    slow = [i for i, row in enumerate(rows) if finite[i] and not _is_argmax(row, token_ids[i])]
+    raw = dict(zip(slow, logits[slow].float().cpu().numpy(), strict=True)) if slow else {}
 
     logprobs: list[TokenLogprob | None] = [None] * len(rows)
     for i, x in raw.items():
@@ -116,6 +109,16 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow], best: Sequence[int] | No
         if row.params.logprobs is not None:
             logprobs[i] = token_logprob(x, chosen, row.params.logprobs)
     return SampleResult(token_ids, logprobs, [i for i, ok in enumerate(finite) if not ok])
+
+
+def _best(logits: Tensor) -> Best:
+    if logits.device.type != "cpu":
+        values, indices = logits.max(dim=-1)
+        return Best(indices.tolist(), values.isfinite().tolist())
+    # numpy's argmax is several times as fast as torch's on a CPU; both name a NaN if there is one.
+    host = logits.float().numpy()
+    best = host.argmax(axis=1)
+    return Best(best.tolist(), np.isfinite(host[np.arange(len(host)), best]).tolist())
 
 
 def _is_argmax(row: SamplingRow, best: int) -> bool:

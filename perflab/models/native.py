@@ -21,7 +21,7 @@ from perflab.models import kernels, packed_cache
 from perflab.models.kernels import FORMATS, Team, address
 from perflab.models.loaded import LoadedModel
 from perflab.models.packing import LAYOUT, Shape, pack, scheme_of, why_not
-from perflab.models.runner import KVShape, RunnerOutput
+from perflab.models.runner import Best, KVShape, RunnerOutput
 
 
 @dataclass(slots=True)
@@ -115,7 +115,10 @@ class NativeRunner:
         with self._lock:
             self.team.call("pl_step", byref(self._model), byref(pool), byref(step))
         return RunnerOutput(
-            torch.from_numpy(logits), torch.from_numpy(hidden), best.tolist(), finite.astype(bool).tolist()
+            torch.from_numpy(logits),
+            torch.from_numpy(hidden),
+            Best(best.tolist(), np.isfinite(best_value).tolist()),
+            finite.astype(bool).tolist(),
         )
 
 

@@ -55,10 +55,17 @@ class KVShape(NamedTuple):
         return self.layers * self.kv_heads * ((self.key_dim + self.value_dim) * dtype.itemsize + scales)
 
 
+class Best(NamedTuple):
+    """Per row of logits, the index of the largest (a NaN counts as such) and whether it is finite."""
+
+    token_ids: list[int]
+    finite: list[bool]
+
+
 class RunnerOutput(NamedTuple):
     logits: Tensor  # [sampled rows, vocabulary], model dtype
     hidden: Tensor | None  # [sampled rows, hidden]: what went into the head
-    best: list[int] | None = None  # per sampled row, the largest logit's index, where it came for free
+    best: Best | None = None  # per sampled row, where it came for free
     finite: list[bool] | None = None  # per request, whether its last token came out finite, likewise
 
 
