@@ -22,6 +22,18 @@ from perflab.studies.define import Study, Variant
         ({"policy": "lifo"}, "policy='lifo': choose one of fcfs"),
         ({"max_num_seqs": 0}, "max_num_seqs=0: must be 1 or more"),
         ({"max_num_batched_tokens": 4}, "is below max_num_seqs=16"),
+        ({"runner": "fast"}, "runner='fast': choose one of auto, native, torch"),
+        ({"weights": "int2"}, "weights='int2': choose one of model, int8, int4"),
+        ({"kv_dtype": "fp8"}, "kv_dtype='fp8': choose one of model, int8"),
+        (
+            {"weights": "int4", "runner": "torch"},
+            "weights='int4' needs the native runner: leave runner at 'auto'",
+        ),
+        (
+            {"kv_dtype": "int8", "runner": "torch"},
+            "kv_dtype='int8' needs native kernels: set attention='native' or runner='auto'",
+        ),
+        ({"num_threads": 0}, "num_threads=0: must be 1 or more"),
     ],
 )
 def test_a_wrong_switch_is_named(fields, message) -> None:

@@ -21,7 +21,7 @@ from perflab.engine.engine import Engine
 from perflab.engine.kv_tensors import KVTensors
 from perflab.engine.llm import LLM
 from perflab.engine.native import NativeAttention
-from perflab.errors import Rejected, StepFailed
+from perflab.errors import NotNative, Rejected, StepFailed
 from perflab.models import kernels
 from perflab.models.kernels import Team
 from perflab.models.loaded import LoadedModel
@@ -268,6 +268,39 @@ def test_other_attention_equals_the_written_out_one(window, softcap, sinks) -> N
     assert torch.isfinite(outputs[0]).all()
     for output in outputs[1:]:
         torch.testing.assert_close(output, outputs[0], atol=2e-6, rtol=1e-5)
+
+
+# -- where native kernels do not go ---------------------------------------------------------------
+
+
+@NEEDS_KERNELS
+@pytest.mark.parametrize(
+    ("arch", "dtype", "options", "message"),
+    [
+        ("llama", torch.float16, {"runner": "native"}, "fp32 and bf16 on a CPU, not torch.float16"),
+        ("llama", torch.float16, {"weights": "int8"}, "fp32 and bf16 on a CPU, not torch.float16"),
+        ("gemma2", torch.float32, {"runner": "native"}, "Gemma2ForCausalLM is not of Llama's shape"),
+        ("mixtral", torch.bfloat16, {"weights": "int4"}, "MixtralForCausalLM is not of Llama's shape"),
+        ("gemma2", torch.float32, {"kv_dtype": "int8"}, "needs attention='native'"),
+        ("llama", torch.float16, {"runner": "torch", "attention": "native"}, "attention='native' runs fp32"),
+    ],
+)
+def test_what_native_kernels_cannot_run_is_refused_by_name(arch, dtype, options, message) -> None:
+    with pytest.raises(NotNative, match=message) as refused:
+        engine_for(in_dtype(tiny_model(arch), dtype), **options)
+    if "runner" in options or "weights" in options:
+        assert "torch" in str(refused.value), "the remedy"
+
+
+@pytest.mark.parametrize("arch", ["llama", "gemma2"])
+def test_auto_takes_torch_where_native_cannot(arch, monkeypatch) -> None:
+    monkeypatch.setattr(kernels, "library", lambda: None)
+    monkeypatch.setattr(kernels, "why_missing", lambda: "not built; install a compiler")
+    model, (prompts, answers) = tiny_model(arch), prompts_and_answers(arch)
+    engine = engine_for(model)
+    assert run(engine, [Request("0", prompts[2], greedy(16))])["0"] == answers[2]
+    with pytest.raises(NotNative, match="install a compiler"):
+        engine_for(model, runner="native")
 
 
 # -- prefix cache, chunks and log-probabilities ------------------------------------------------

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from perflab.models import machine
+from perflab.cli import show
+from perflab.models import kernels, machine
 from perflab.models.load import runs_bf16_fast
 
 GIB = 1 << 30
@@ -28,21 +29,45 @@ def test_quick_description_is_plain_and_complete() -> None:
         assert facts["engine"]["dtype"] == ("bf16" if bf16 else "fp32")
 
 
-def test_rows_say_what_was_measured_and_what_not() -> None:
+@pytest.mark.skipif(kernels.library() is None, reason=kernels.why_missing())
+def test_native_kernels_are_named_and_measured() -> None:
     facts = machine.describe(quick=True)
-    assert "Read bandwidth" not in dict(machine.rows(facts))
-    facts["bandwidth"] = {"device": "cpu", "threads": 2, "mib": 512, "loops": {"sum": 9.5}, "best": 9.5}
-    facts["matrix_rates"] = {
-        "device": "cpu",
-        "threads": 2,
-        "size": 8,
-        "rates": {"fp32": 1234.0, "int8": None},
-    }
-    rows = dict(machine.rows(facts))
-    assert rows["Read bandwidth"].startswith("9.5 GB/s")
-    assert rows["  fp32"] == "1,234 GFLOP/s"
-    assert rows["  int8"] == "not available"
-    assert all(isinstance(label, str) and isinstance(value, str) for label, value in rows.items())
+    assert facts["native"] == {"isa": kernels.isa(), "missing": "", "spin_us": kernels.SPIN_US}
+    if facts["engine"]["device"] == "cpu":
+        assert facts["engine"]["kernels"] == f"native ({kernels.isa()})"
+    assert "native sum of int64" in machine.measure_bandwidth(torch.device("cpu"), mib=16)["loops"]
+    rates = machine.measure_native_rates(size=64)
+    assert set(rates) == set(kernels.FORMATS)
+    assert all(rate > 0 for rate in rates.values())
+    said = dict(dict(show.doctor_rows({**facts, "native_rates": rates}, None))["The engine will use"])
+    assert str(kernels.isa()) in said["native kernels"]
+
+
+def test_what_native_kernels_lack_is_said_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PERFLAB_NATIVE_LIBRARY", "/nowhere/native.so")
+    missing = kernels._load.__wrapped__()[1]
+    assert "not built; install a C++20 compiler" in missing
+    monkeypatch.setattr(kernels, "isa", lambda: None)
+    monkeypatch.setattr(kernels, "why_missing", lambda: missing)
+    facts = machine.describe(quick=True)
+    assert "native" not in facts["engine"]["kernels"]
+    said = dict(dict(show.doctor_rows(facts, None))["The engine will use"])
+    assert said["native kernels"] == missing
+
+
+def test_doctor_shows_what_was_measured_and_what_not() -> None:
+    facts = machine.describe(quick=True)
+    assert "Measured now" not in dict(show.doctor_rows(facts, None))
+    loops = {"sum": 9.5, "dot": 8.0}
+    facts["bandwidth"] = {"device": "cpu", "threads": 2, "mib": 512, "loops": loops, "best": 9.5}
+    rates = {"fp32": 1234.0, "int8": None}
+    facts["matrix_rates"] = {"device": "cpu", "threads": 2, "size": 8, "rates": rates}
+    facts["native_rates"] = {"int4": 99.0}
+    assert dict(show.doctor_rows(facts, None))["Measured now"] == [
+        ("memory read", "9.5 GB/s (sum, the fastest of 2 loops)"),
+        ("fp32 matrices", "1,234 GFLOP/s"),
+        ("int4 native kernels", "99 Gop/s"),
+    ]
 
 
 def test_bandwidth_is_the_best_of_its_loops() -> None:

@@ -29,16 +29,16 @@ def doctor_rows(facts: Mapping[str, Any], embedded: Path | None) -> Iterator[tup
 
     measured: list[Row] = []
     if (bandwidth := facts.get("bandwidth")) is not None:
-        measured.append(
-            ("memory read", f"{bandwidth['best']:.1f} GB/s (best of {len(bandwidth['loops'])} loops)")
-        )
+        best = max(bandwidth["loops"], key=bandwidth["loops"].__getitem__)
+        loops = f"{best}, the fastest of {len(bandwidth['loops'])} loops"
+        measured.append(("memory read", f"{bandwidth['best']:.1f} GB/s ({loops})"))
     if (matrix := facts.get("matrix_rates")) is not None:
-        unit = {"int8": "Gop/s"}
         measured += [
-            (f"{name} matrices", f"{rate:,.0f} {unit.get(name, 'GFLOP/s')}")
-            for name, rate in matrix["rates"].items()
-            if rate is not None
+            _rate(name, rate, "matrices") for name, rate in matrix["rates"].items() if rate is not None
         ]
+    measured += [
+        _rate(name, rate, "native kernels") for name, rate in (facts.get("native_rates") or {}).items()
+    ]
     if measured:
         yield "Measured now", measured
 
@@ -49,10 +49,21 @@ def doctor_rows(facts: Mapping[str, Any], embedded: Path | None) -> Iterator[tup
             ("number format", str(engine["dtype"])),
             ("threads", str(engine["threads"])),
             ("matrix kernels", str(engine["kernels"])),
+            ("native kernels", _native(facts["native"])),
             ("embedded model", "in the cache" if embedded else "not fetched yet: perflab model fetch"),
         ],
     )
     yield "Versions", [(name, str(version)) for name, version in facts["versions"].items()]
+
+
+def _rate(format: str, rate: float, of: str) -> Row:
+    return f"{format} {of}", f"{rate:,.0f} {'Gop/s' if format.startswith('int') else 'GFLOP/s'}"
+
+
+def _native(native: Mapping[str, Any]) -> str:
+    if native["isa"] is None:
+        return str(native["missing"])
+    return f"{native['isa']}; a thread with nothing to do spins for {native['spin_us']} µs, then sleeps"
 
 
 def _gib(value: float | None) -> str:

@@ -9,16 +9,19 @@ from __future__ import annotations
 import math
 import os
 import platform
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from perflab.clock import NS_PER_S, WallClock
 from perflab.models import kernels
 from perflab.models.load import choose_device, choose_dtype
+from perflab.models.packing import pack_matrix
 
 Progress = Callable[[str], None]
 
@@ -52,45 +55,17 @@ def describe(quick: bool = False, progress: Progress | None = None) -> dict[str,
             "threads": usable_cores(),
             "kernels": kernel_path(device),
         },
+        "native": {"isa": kernels.isa(), "missing": kernels.why_missing(), "spin_us": kernels.SPIN_US},
+        "native_rates": None,
     }
     if not quick:
         say("Measuring read bandwidth")
         facts["bandwidth"] = measure_bandwidth(device)
         say("Measuring matrix rates")
         facts["matrix_rates"] = measure_matrix_rates(device)
+        if kernels.library() is not None:
+            facts["native_rates"] = measure_native_rates()
     return facts
-
-
-def rows(description: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """`describe()` as (label, value) lines for a table of two columns."""
-    processor, room = description["cpu"], description["memory"]
-    lines = [
-        ("CPU", processor["model"]),
-        ("Cores", f"{processor['usable_cores']} usable ({processor['why_usable']})"),
-        ("Instructions", f"{', '.join(processor['instructions'])}; torch uses {processor['capability']}"),
-        ("Memory", f"{room['free_gib']:.1f} GiB free of {room['total_gib']:.1f} GiB"),
-    ]
-    lines += [
-        ("GPU", f"{gpu['name']}, {gpu['memory_gib']:.0f} GiB, compute capability {gpu['capability']}")
-        for gpu in description["gpus"]
-    ] or [("GPU", "none that torch sees")]
-    if bandwidth := description["bandwidth"]:
-        where = f"{bandwidth['device']}, {bandwidth['mib']} MiB, {bandwidth['threads']} threads"
-        lines.append(("Read bandwidth", f"{bandwidth['best']:.1f} GB/s ({where})"))
-        lines += [(f"  {name}", f"{rate:.1f} GB/s") for name, rate in bandwidth["loops"].items()]
-    if rates := description["matrix_rates"]:
-        lines.append(
-            ("Matrix products", f"{rates['size']}³ on {rates['device']}, {rates['threads']} threads")
-        )
-        for name, rate in rates["rates"].items():
-            unit = "Gop/s" if name == "int8" else "GFLOP/s"
-            lines.append((f"  {name}", f"{rate:,.0f} {unit}" if rate is not None else "not available"))
-    lines.append(
-        ("Versions", ", ".join(f"{name} {value}" for name, value in description["versions"].items()))
-    )
-    engine = description["engine"]
-    used = f"{engine['dtype']} on {engine['device']}, {engine['threads']} threads, {engine['kernels']}"
-    return [*lines, ("The engine uses", used)]
 
 
 def manifest() -> dict[str, Any]:
@@ -234,9 +209,11 @@ def gpus() -> list[dict[str, Any]]:
 
 
 def kernel_path(device: torch.device) -> str:
-    """Which matrix kernels the chosen dtype meets on this device, in words."""
+    """Which matrix kernels a model of Llama's shape meets on this device, in words."""
     if device.type == "cuda":
         return "cuBLAS"
+    if (isa := kernels.isa()) is not None:
+        return f"native ({isa})"
     if choose_dtype(torch.bfloat16, device) == torch.bfloat16:
         amx = getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)()
         return f"oneDNN bf16 ({'AMX' if amx else 'AVX512-BF16'})"
@@ -303,6 +280,18 @@ def measure_matrix_rates(device: torch.device | None = None, size: int | None = 
             continue
         rates[name] = max(rates[name] or 0.0, rate)
     return {"device": str(device), "threads": torch.get_num_threads(), "size": size, "rates": rates}
+
+
+def measure_native_rates(size: int = 1024) -> dict[str, float]:
+    """Rates of the native kernels' products of `size` rows, as in `measure_matrix_rates`, by format."""
+    team, x = kernels.Team(torch.get_num_threads()), np.ones((size, size), np.float32)
+    out, rates = np.empty((size, size), np.float32), {}
+    for name, code in kernels.FORMATS.items():
+        data, scale = pack_matrix(name, x)
+        packed = kernels.Matrix(code, size, size, kernels.address(data), kernels.address(scale))
+        seconds = _best_seconds(partial(kernels.multiply, team, packed, x, out), torch.device("cpu"))
+        rates[name] = 2 * size**3 / seconds / 1e9
+    return rates
 
 
 def _quantized_linear(weight: torch.Tensor) -> Callable[[], object]:
