@@ -186,7 +186,9 @@ def test_steps_are_measured_beside_their_floors(bench: lessons.Bench) -> None:
     variants, why = limits.variants(bench)
     assert len(variants) == (1 if why else 3)
     regimes = limits.regimes(requests=3, context=16, prompt=40)
-    points = limits.measure(bench, variants, regimes, CEILINGS, steps=4, rounds=2)
+    later = limits.Limits(20e9, {**CEILINGS.operations_per_s, "fp32": 50e9})
+    points, found = limits.measure(bench, variants, regimes, CEILINGS, steps=4, rounds=2, again=lambda: later)
+    assert found == limits.Limits(20e9, CEILINGS.operations_per_s)
     assert [(p.variant.name, p.regime.name) for p in points] == [
         (v.name, r.name) for v in variants for r in regimes
     ]
@@ -194,6 +196,7 @@ def test_steps_are_measured_beside_their_floors(bench: lessons.Bench) -> None:
     for point in points:
         assert len(point.seconds) == 2
         assert point.share == pytest.approx(point.floor.seconds / point.step_s)
+        assert point.floor == limits.roofline.floor(point.work, found.of(point.variant.weights))
         assert point.times_floor.bounded
     assert points[1].work == decode(sizes, 3, 16, "fp32", "fp32")
     assert points[0].work.intensity < points[1].work.intensity < points[2].work.intensity

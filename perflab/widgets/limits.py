@@ -7,7 +7,7 @@ pictures `panels`'s.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +37,13 @@ class Limits:
 
     def of(self, weights: str) -> Ceilings:
         return Ceilings(self.bytes_per_s, self.operations_per_s[weights])
+
+    def higher(self, other: Limits) -> Limits:
+        """The higher of two measurements of each: what else runs can only lower them."""
+        rates = {
+            name: max(rate, other.operations_per_s[name]) for name, rate in self.operations_per_s.items()
+        }
+        return Limits(max(self.bytes_per_s, other.bytes_per_s), rates)
 
 
 def measure_limits() -> Limits:
@@ -132,7 +139,7 @@ class Point:
     @property
     def times_floor(self) -> stats.Estimate:
         """Measured over floor, with an interval over rounds."""
-        return stats.mean([seconds / self.floor.seconds for seconds in self.seconds])
+        return stats.geometric_mean([seconds / self.floor.seconds for seconds in self.seconds])
 
 
 def measure(
@@ -143,9 +150,12 @@ def measure(
     steps: int = 12,
     rounds: int = 3,
     progress: Progress | None = None,
-) -> list[Point]:
-    """Steps of every variant in every regime, in turn, `rounds` times after a warm-up; a whole step counts,
-    from its plan to the delivery of its tokens."""
+    again: Callable[[], Limits] = measure_limits,
+) -> tuple[list[Point], Limits]:
+    """Steps of every variant in every regime, and the limits, which are measured `again` at the end.
+
+    All in turn, `rounds` times after a warm-up; a step counts from its plan to the delivery of its tokens.
+    """
     say = progress or (lambda message: None)
     seconds: dict[tuple[str, str], list[float]] = {}
     for number in range(rounds + 1):
@@ -154,14 +164,14 @@ def measure(
                 say(f"round {number} of {rounds}: {variant.name}, {regime.name}" if number else "warming up")
                 found = _step_s(bench, variant, regime, steps if number else 2)
                 seconds.setdefault((variant.name, regime.name), []).extend([found] if number else [])
-    sizes = Sizes.of(bench.model.config)
+    sizes, limits = Sizes.of(bench.model.config), limits.higher(again())
     points = []
     for variant in variants:
         for regime in regimes:
             work = regime.work(sizes, variant.weights, variant.kv)
             floor = roofline.floor(work, limits.of(variant.weights))
             points.append(Point(variant, regime, work, floor, tuple(seconds[variant.name, regime.name])))
-    return points
+    return points, limits
 
 
 def _step_s(bench: Bench, variant: Variant, regime: Regime, steps: int) -> float:
