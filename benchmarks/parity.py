@@ -1,11 +1,12 @@
 """Greedy fp32 tokens of the engine against transformers' `generate()` of each prompt alone.
 
-The grid is batching x chunk x prefix cache x pool, for the embedded model on 48 real prompts and,
-smaller, for each random tiny architecture. The shape of a batch alone moves fp32 logits by about
-1e-4, so a divergence is excused where the two leading logits lie closer than 5e-4, at most three
-times a configuration, each listed; the run then goes on with the reference's token.
+The grid is batching x chunk x prefix cache x pool, by transformers' modules and by native kernels, for
+the embedded model on 48 real prompts and, smaller, for each random tiny architecture. The shape of a
+batch alone moves fp32 logits by about 1e-4, so a divergence is excused where the two leading logits lie
+closer than 5e-4, at most three times a configuration, each listed; the run then goes on with the
+reference's token.
 
-    python -m benchmarks.parity            # the whole grid, about half an hour on two cores
+    python -m benchmarks.parity            # the whole grid, about an hour on two cores
     python -m benchmarks.parity --quick    # a few prompts and corners of the grid
 """
 
@@ -17,9 +18,10 @@ import itertools
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -27,8 +29,10 @@ import torch
 from benchmarks.common import SHARED, console, finish, show
 from perflab.config import EngineConfig
 from perflab.engine.engine import Engine
+from perflab.models import kernels
 from perflab.models.load import load
 from perflab.models.loaded import LoadedModel
+from perflab.models.packing import why_not
 from perflab.models.tiny import ARCHITECTURES, tiny
 from perflab.types import Request, SamplingParams
 
@@ -40,6 +44,13 @@ BATCHING = ("static", "dynamic", "continuous")
 CHUNK: tuple[int | None, ...] = (16, 256, None)
 PREFIX = (True, False)
 POOL = ("ample", "tight")
+PATHS: Mapping[str, Any] = MappingProxyType(
+    {
+        "torch": {"runner": "torch"},
+        "native": {"runner": "native"},
+        "native attention": {"runner": "torch", "attention": "native"},
+    }
+)
 
 
 class Cell(NamedTuple):
@@ -49,10 +60,12 @@ class Cell(NamedTuple):
     chunk: int | None  # tokens a step; None: prompts are never split
     prefix_cache: bool
     pool: str
+    path: str = "torch"
 
     def config(self, tight_blocks: int, seats: int) -> EngineConfig:
         options: dict[str, Any] = {"chunked_prefill": False} if self.chunk is None else {}
         return EngineConfig(
+            **PATHS[self.path],
             max_num_seqs=seats,
             max_num_batched_tokens=self.chunk or 512,
             batching=self.batching,  # type: ignore[arg-type]
@@ -70,6 +83,14 @@ CORNERS = [
     Cell("dynamic", None, False, "tight"),
     Cell("static", 256, False, "ample"),
 ]
+
+
+def by_each_path(cells: Sequence[Cell], model: LoadedModel) -> list[Cell]:
+    """The same cells by transformers' modules and by as much of the native kernels as the model allows."""
+    paths = ["torch"]
+    if kernels.library() is not None:
+        paths.append("native attention" if why_not(model.module) else "native")
+    return [cell._replace(path=path) for path in paths for cell in cells]
 
 
 @dataclass(slots=True)
@@ -196,7 +217,7 @@ def check_embedded(
     reference = Reference(model, prompts, tokens)
     longest = max(map(len, prompts)) + tokens
     tight = -(-longest // 16) * 3 // (1 if count >= 16 else 2)
-    return _check_all(cells, reference, tight_blocks=tight, seats=16, report=report)
+    return _check_all(by_each_path(cells, model), reference, tight_blocks=tight, seats=16, report=report)
 
 
 def check_tiny(arch: str, cells: Sequence[Cell], report: Callable[[Verdict], None]) -> list[Verdict]:
@@ -206,8 +227,9 @@ def check_tiny(arch: str, cells: Sequence[Cell], report: Callable[[Verdict], Non
         torch.randint(0, 256, (length,), generator=generator).tolist() for length in (1, 7, 16, 33, 70)
     ]
     prompts.append([*prompts[-1][:40], *prompts[1]])
-    reference = Reference(tiny(arch), prompts, 24)
-    return _check_all(cells, reference, tight_blocks=8, seats=6, report=report)
+    model = tiny(arch)
+    reference = Reference(model, prompts, 24)
+    return _check_all(by_each_path(cells, model), reference, tight_blocks=8, seats=6, report=report)
 
 
 def _check_all(
@@ -230,6 +252,7 @@ def _row(verdict: Verdict) -> tuple[Any, ...]:
     cell = verdict.cell
     word = "identical" if verdict.ok and not verdict.excused else "excused" if verdict.ok else "WRONG"
     return (
+        cell.path,
         f"{cell.batching}, {cell.chunk or 'whole prompts'}",
         "on" if cell.prefix_cache else "off",
         cell.pool,
@@ -259,13 +282,13 @@ def main() -> None:
     results: dict[str, list[Verdict]] = {}
     if not args.skip_embedded:
         chosen = cells[part - 1 :: parts]
-        console.print(f"embedded model, {count} prompts, {tokens} tokens, {len(chosen)} configurations")
+        console.print(f"embedded model, {count} prompts, {tokens} tokens, {len(chosen)} configurations each")
         results["smollm2-135m"] = check_embedded(chosen, count, tokens, say)
     if not args.skip_tiny:
         torch.set_num_threads(1)
         for arch in ARCHITECTURES:
             results[f"tiny-{arch}"] = check_tiny(arch, CORNERS if args.quick else GRID, lambda verdict: None)
-    columns = ("batching, chunk", "prefix", "pool", "tokens", "excused", "preempted", "cached", "s")
+    columns = ("path", "batching, chunk", "prefix", "pool", "tokens", "excused", "preempted", "cached", "s")
     for name, verdicts in results.items():
         if name == "smollm2-135m":
             show(name, columns, [_row(verdict) for verdict in verdicts])

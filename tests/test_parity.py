@@ -6,16 +6,24 @@ import pytest
 import torch
 
 from benchmarks import parity
-from perflab.models.tiny import ARCHITECTURES
+from perflab.models import kernels
+from perflab.models.tiny import ARCHITECTURES, tiny
 
 
 def assert_parity(verdicts: list[parity.Verdict], cells: list[parity.Cell]) -> None:
-    assert [verdict.cell for verdict in verdicts] == list(cells)
+    done = [verdict.cell for verdict in verdicts]
+    paths = list(dict.fromkeys(cell.path for cell in done))
+    assert done == [cell._replace(path=path) for path in paths for cell in cells]
+    assert paths[0] == "torch"
+    assert len(paths) == (1 if kernels.library() is None else 2)
     for verdict in verdicts:
         assert verdict.ok, (verdict.cell, verdict.wrong, verdict.excused)
         assert verdict.cached_tokens > 0 or not verdict.cell.prefix_cache
-    tight = [verdict for verdict in verdicts if verdict.cell.pool == "tight"]
-    assert any(verdict.preemptions for verdict in tight)
+    for path in paths:
+        tight = [
+            verdict for verdict in verdicts if verdict.cell.pool == "tight" and verdict.cell.path == path
+        ]
+        assert any(verdict.preemptions for verdict in tight)
     assert not any(verdict.preemptions for verdict in verdicts if verdict.cell.pool == "ample")
 
 
@@ -48,6 +56,13 @@ def test_a_wrong_token_is_found(monkeypatch) -> None:
         return [*answer[:3], (answer[3] + 1) % 250, *answer[4:]]
 
     monkeypatch.setattr(parity, "generate_alone", wrong)
-    verdict = parity.check_tiny("llama", parity.CORNERS[:1], lambda verdict: None)[0]
-    assert verdict.wrong
-    assert not verdict.ok
+    for verdict in parity.check_tiny("llama", parity.CORNERS[:1], lambda verdict: None):
+        assert verdict.wrong
+        assert not verdict.ok
+
+
+@pytest.mark.parametrize("arch", ["llama", "gemma2", "gpt_oss"])
+def test_each_architecture_is_checked_by_all_that_it_has(arch: str) -> None:
+    paths = [cell.path for cell in parity.by_each_path(parity.CORNERS[:1], tiny(arch))]
+    native = {"llama": ["native"]}.get(arch, ["native attention"]) if kernels.library() is not None else []
+    assert paths == ["torch", *native]
