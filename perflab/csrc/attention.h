@@ -161,10 +161,12 @@ static void multiply_rows(bool bf16, const uint8_t* x, int64_t stride, const uin
 // -- a tiled pool, in place -------------------------------------------------------------------------
 
 // out[M][16 * W] = keep * out + x[M] . w. There are `parts` parts of `groups` groups, x goes on from part to
-// part; vector j of group g of a part lies at w[part][j] + g * step.
+// part; vector j of group g of a part lies at w[part][j] + g * step. `ahead`, if any, is what will be read
+// later in the same order: each of its lines is asked for in turn, since many at once would stall.
 template <int M, int W> INLINE void multiply_in_place(bool bf16, const uint8_t* x, int64_t stride,
-                                                      const uint8_t* const (*w)[4], int parts, int64_t step, int groups,
-                                                      float* out, int64_t out_stride, const float* keep) {
+                                                      const uint8_t* const (*w)[4], const uint8_t* const (*ahead)[4],
+                                                      int parts, int64_t step, int groups, float* out,
+                                                      int64_t out_stride, const float* keep) {
   f32x16 sums[M][W];
 #pragma GCC unroll 8
   for (int m = 0; m < M; m++)
@@ -175,6 +177,9 @@ template <int M, int W> INLINE void multiply_in_place(bool bf16, const uint8_t* 
       i32x16 v[W];
 #pragma GCC unroll 4
       for (int j = 0; j < W; j++) v[j] = load<i32x16>(w[part][j] + g * step);
+      if (ahead)
+#pragma GCC unroll 4
+        for (int j = 0; j < W; j++) __builtin_prefetch(ahead[part][j] + g * step, 0, 2);
 #pragma GCC unroll 8
       for (int m = 0; m < M; m++) {
         i32x16 value = all_from(x + m * stride + 4 * g);
@@ -190,8 +195,8 @@ template <int M, int W> INLINE void multiply_in_place(bool bf16, const uint8_t* 
 }
 
 template <int W> static void rows_in_place(bool bf16, const uint8_t* x, int64_t stride, const uint8_t* const (*w)[4],
-                                           int parts, int64_t step, int groups, int rows, float* out,
-                                           int64_t out_stride, const float* keep) {
+                                           const uint8_t* const (*ahead)[4], int parts, int64_t step, int groups,
+                                           int rows, float* out, int64_t out_stride, const float* keep) {
   constexpr int most = MAX_M >= 6 ? 6 : 1;
   for (int row = 0; row < rows;) {
     const uint8_t* from = x + row * stride;
@@ -199,8 +204,9 @@ template <int W> static void rows_in_place(bool bf16, const uint8_t* x, int64_t 
     const float* k = keep ? keep + row : nullptr;
     int left = rows - row, m = left >= most ? most : left >= 3 && most > 3 ? 3 : 1;
     auto in = [&](auto product) {
-      if (bf16) product(true, from, stride, w, parts, step, groups, to, out_stride, k);
-      else product(false, from, stride, w, parts, step, groups, to, out_stride, k);
+      if (row > 0) ahead = nullptr;
+      if (bf16) product(true, from, stride, w, ahead, parts, step, groups, to, out_stride, k);
+      else product(false, from, stride, w, ahead, parts, step, groups, to, out_stride, k);
     };
     if (m == 1) in([](auto... a) { multiply_in_place<1, W>(a...); });
     else if (m == 3) in([](auto... a) { multiply_in_place<(most > 3 ? 3 : 1), W>(a...); });
@@ -209,29 +215,22 @@ template <int W> static void rows_in_place(bool bf16, const uint8_t* x, int64_t 
   }
 }
 
-// Where a tile of 16 positions begins, of keys or of values; the first tile of the chunk beyond the end.
-INLINE const uint8_t* tile_at(const LayerKV& kv, const AttentionItem& item, int head, int position, bool key) {
+// Where a tile of 16 positions begins, of keys or of values.
+INLINE const uint8_t* tile_at(const LayerKV& kv, const int32_t* table, int head, int position, bool key) {
   const int dim = key ? kv.key_dim : kv.value_dim, size = kv.format == F32 ? 4 : 2;
-  int64_t block = item.table[position / kv.block_size];
+  int64_t block = table[position / kv.block_size];
   int64_t slot = (block * kv.kv_heads + head) * kv.block_size + position % kv.block_size;
   return (key ? kv.key : kv.value) + slot * dim * size;
 }
 
-// A tile of 2 KB or so is too short a run for the processor to see the next one coming. Behind the end lie
-// the tiles of the item that this thread probably takes next.
-INLINE void fetch_tile(const LayerKV& kv, const AttentionItem& item, int head, int position, bool key) {
-  AttentionItem next;
-  const AttentionItem* of = &item;
-  if (position >= item.end) {
-    if (!item.next_table) return;
-    next.table = item.next_table;
-    position = item.next_begin + (position - item.end) / 16 * 16;
-    if (position >= item.next_end) return;
-    of = &next;
-  }
-  const uint8_t* tile = tile_at(kv, *of, head, position, key);
-  const int bytes = 16 * (key ? kv.key_dim : kv.value_dim) * (kv.format == F32 ? 4 : 2);
-  for (int byte = 0; byte < bytes; byte += 64) __builtin_prefetch(tile + byte, 0, 2);
+// The tile to ask for while the one at `position` is worked on: too short a run for the processor to see it
+// coming. Behind the end lies the item that this thread probably takes next; beyond that, `other` will do.
+INLINE const uint8_t* tile_ahead(const LayerKV& kv, const AttentionItem& item, int head, int position, bool key,
+                                 const uint8_t* other) {
+  position += AHEAD_POSITIONS;
+  if (position < item.end) return tile_at(kv, item.table, head, position, key);
+  position = item.next_begin + (position - item.end) / 16 * 16;
+  return item.next_table && position < item.next_end ? tile_at(kv, item.next_table, head, position, key) : other;
 }
 
 static void scores_in_place(AttentionScratch& s, const LayerKV& kv, const AttentionItem& item, int head, int chunk,
@@ -239,13 +238,13 @@ static void scores_in_place(AttentionScratch& s, const LayerKV& kv, const Attent
   const bool bf16 = kv.format != F32;
   const int groups = bf16 ? kv.key_dim / 2 : kv.key_dim;
   const int tiles = item.end - chunk >= CHUNK ? 4 : (item.end - chunk + 15) / 16;
-  const uint8_t* at[1][4];
+  const uint8_t *at[1][4], *ahead[1][4];
   for (int j = 0; j < 4; j++) {
-    at[0][j] = tile_at(kv, item, head, chunk + 16 * (j < tiles ? j : 0), true);  // beyond the end: masked later
-    fetch_tile(kv, item, head, chunk + 16 * j + AHEAD_POSITIONS, true);
+    at[0][j] = tile_at(kv, item.table, head, chunk + 16 * (j < tiles ? j : 0), true);  // beyond the end: masked later
+    ahead[0][j] = tile_ahead(kv, item, head, chunk + 16 * j, true, at[0][0]);
   }
   (tiles == 1 ? rows_in_place<1> : tiles == 2 ? rows_in_place<2> : rows_in_place<4>)(
-      bf16, s.query[first], sizeof s.query[0], at, 1, 64, groups, rows, s.scores[first], CHUNK, nullptr);
+      bf16, s.query[first], sizeof s.query[0], at, ahead, 1, 64, groups, rows, s.scores[first], CHUNK, nullptr);
 }
 
 static void values_in_place(AttentionScratch& s, const LayerKV& kv, const AttentionItem& item, int head, int chunk,
@@ -253,11 +252,10 @@ static void values_in_place(AttentionScratch& s, const LayerKV& kv, const Attent
   const bool bf16 = kv.format != F32;
   const int groups = bf16 ? 8 : 16, step = 4 * kv.value_dim;
   const int tiles = item.end - chunk >= CHUNK ? 4 : (item.end - chunk + 15) / 16;
-  const uint8_t* from[4];
-  for (int j = 0; j < 4; j++) {
-    fetch_tile(kv, item, head, chunk + 16 * j + AHEAD_POSITIONS, false);
-    if (j >= tiles) continue;
-    from[j] = tile_at(kv, item, head, chunk + 16 * j, false);
+  const uint8_t *from[4], *later[4];
+  for (int j = 0; j < tiles; j++) {
+    from[j] = tile_at(kv, item.table, head, chunk + 16 * j, false);
+    later[j] = tile_ahead(kv, item, head, chunk + 16 * j, false, from[0]);
     if (int count = item.end - chunk - 16 * j; count < 16) {  // what lies beyond may be anything: zeros instead
       uint8_t* copy = (uint8_t*)s.values;
       memcpy(copy, from[j], (int64_t)groups * step);
@@ -271,12 +269,12 @@ static void values_in_place(AttentionScratch& s, const LayerKV& kv, const Attent
     }
   }
   for (int d = 0; d < kv.value_dim;) {
-    const uint8_t* at[4][4];
+    const uint8_t *at[4][4], *ahead[4][4];
     for (int j = 0; j < tiles; j++)
-      for (int v = 0; v < 4; v++) at[j][v] = from[j] + 4 * d + 64 * v;
+      for (int v = 0; v < 4; v++) at[j][v] = from[j] + 4 * d + 64 * v, ahead[j][v] = later[j] + 4 * d + 64 * v;
     const bool four = kv.value_dim - d >= 64;
-    (four ? rows_in_place<4> : rows_in_place<1>)(bf16, s.weights[first], sizeof s.weights[0], at, tiles, step, groups,
-                                                  rows, &s.out[first][d], MAX_DIM, keep);
+    (four ? rows_in_place<4> : rows_in_place<1>)(bf16, s.weights[first], sizeof s.weights[0], at, ahead, tiles, step,
+                                                  groups, rows, &s.out[first][d], MAX_DIM, keep);
     d += four ? 64 : 16;
   }
 }
