@@ -539,7 +539,7 @@ def test_logits_of_whole_models(arch: str, scheme: str, isa: str) -> None:
         output = one_step(runner, tokens, kv_dtype)
         error = np.sqrt(((output.logits.numpy() - exact) ** 2).mean() / (exact**2).mean())
         assert error < MODEL_ERROR[scheme]
-        assert output.best == output.logits.argmax(-1).tolist()
+        assert output.best.token_ids == output.logits.argmax(-1).tolist()
         assert output.finite == [True]
 
 
