@@ -24,6 +24,9 @@ from perflab.models.packing import LAYOUT, Shape, pack, scheme_of, why_not
 from perflab.models.runner import Best, KVShape, RunnerOutput
 
 
+_WORTH_KEEPING = 8 << 20  # bytes; less is packed again as fast as it is read
+
+
 @dataclass(slots=True)
 class StepRows:
     """A step's inputs as contiguous arrays. B rows, T tokens, R of them sampled.
@@ -138,7 +141,8 @@ def _packed(
     if reason := why_not(model.module):
         raise NotNative(f"{model.name}: {reason}")
     shape, arrays = pack(model.module, scheme_of(weights, model.dtype), progress)
-    packed_cache.save(key, shape.to_meta(), arrays)
+    if sum(array.nbytes for array in arrays.values()) >= _WORTH_KEEPING:
+        packed_cache.save(key, shape.to_meta(), arrays)
     return shape, arrays
 
 
