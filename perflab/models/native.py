@@ -23,7 +23,6 @@ from perflab.models.loaded import LoadedModel
 from perflab.models.packing import LAYOUT, Shape, pack, scheme_of, why_not
 from perflab.models.runner import Best, KVShape, RunnerOutput
 
-
 _WORTH_KEEPING = 8 << 20  # bytes; less is packed again as fast as it is read
 
 
