@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from importlib import metadata
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -225,6 +226,8 @@ def measure_bandwidth(device: torch.device | None = None, mib: int = 512) -> dic
 
     The loops read everything once and write next to nothing. No single one is the fastest on every
     machine, so each is reported and the best is the ceiling; on a busy machine all are too low.
+    `loops` are the rates of each one's best pass, `sustained` those of its median pass, which is what a
+    median of many steps compares with.
     """
     device = device or torch.device("cpu")
     room = int(memory()["free_gib"] * 1024) if device.type == "cpu" else mib * 4
@@ -245,12 +248,14 @@ def measure_bandwidth(device: torch.device | None = None, mib: int = 512) -> dic
     if device.type == "cpu" and kernels.library() is not None:
         team, array = kernels.Team(torch.get_num_threads()), values.numpy()
         loops["native sum of int64"] = lambda: team.read(array)
-    rates = {name: (mib << 20) / _best_seconds(loop, device) / 1e9 for name, loop in loops.items()}
+    seconds = {name: _seconds(loop, device) for name, loop in loops.items()}
+    rates = {name: (mib << 20) / min(times) / 1e9 for name, times in seconds.items()}
     return {
         "device": str(device),
         "threads": torch.get_num_threads(),
         "mib": mib,
         "loops": rates,
+        "sustained": {name: (mib << 20) / median(times) / 1e9 for name, times in seconds.items()},
         "best": max(rates.values()),
     }
 
@@ -304,8 +309,12 @@ def _quantized_linear(weight: torch.Tensor) -> Callable[[], object]:
     return lambda: torch.ops.onednn.qlinear_pointwise(x, 1.0, 128, *settings)
 
 
-def _best_seconds(work: Callable[[], object], device: torch.device, budget_s: float = 0.3) -> float:
-    """The shortest of at least three runs after a warm-up, within about `budget_s`."""
+def _best_seconds(work: Callable[[], object], device: torch.device) -> float:
+    return min(_seconds(work, device))
+
+
+def _seconds(work: Callable[[], object], device: torch.device, budget_s: float = 0.3) -> list[float]:
+    """At least three runs after a warm-up, within about `budget_s`."""
     clock = WallClock()
 
     def once() -> int:
@@ -319,4 +328,4 @@ def _best_seconds(work: Callable[[], object], device: torch.device, budget_s: fl
     times: list[int] = []
     while len(times) < 3 or (sum(times) < budget_s * NS_PER_S and len(times) < 100):
         times.append(once())
-    return min(times) / NS_PER_S
+    return [time / NS_PER_S for time in times]
