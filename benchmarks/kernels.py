@@ -223,6 +223,8 @@ def main() -> None:
     parser.add_argument("--isa", help="avx512_bf16, avx512, avx2 or plain instead of the best")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
+    if kernels.library() is None:
+        raise SystemExit(kernels.why_missing())
     team = Team(args.threads, isa=args.isa)
     shapes = [tuple(map(int, shape.split("x"))) for shape in args.shapes.split(",")]
     counts = [int(rows) for rows in args.rows.split(",")]

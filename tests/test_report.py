@@ -177,6 +177,11 @@ def test_a_faster_variant_of_other_quality_is_named_with_its_quality_and_not_the
     assert "different quality" in takeaways.ladder(analysis)
     labels = [note["text"] for note in strict(figures.ladder(analysis.summaries))["layout"]["annotations"]]
     assert ["top-1" in label for label in labels] == [False, False, True]
+    other.first = replace(other.first, answer="cannot tell")
+    cached.first = replace(cached.first, answer="cannot tell")
+    assert "is 9.00× by “other attention”, with different quality" in headline(analysis).detail
+    other.first = replace(other.first, answer="faster", ratio=Estimate(90.0, 80.0, 95.0, 3))
+    assert strict(figures.ladder(analysis.summaries))["layout"]["xaxis"]["type"] == "log"
     analysis.summaries = [base, other]
     assert analysis.best is other, "where nothing else is proven, it is the best"
 

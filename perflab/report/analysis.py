@@ -229,8 +229,7 @@ def headline(analysis: Analysis) -> Headline:
     if answers and all(c.answer == "slower" for c in answers):
         return Headline("Every variant is slower than the baseline", f"The baseline is “{base.name}”.", "bad")
     reasons = sorted({c.reason for c in answers if c.answer == "cannot tell" and c.reason})
-    ratios = [c.ratio.value for c in answers if c.ratio.value is not None and math.isfinite(c.ratio.value)]
-    seen = f" The highest ratio seen, unproven, is {units.times(max(ratios))}." if ratios else ""
+    seen = _highest_seen(analysis)
     if steps := takeaway_steps(analysis):
         names = ", ".join(f"“{s.name}” {units.times(c.ratio.value)}" for s, c in steps)
         title = f"{len(steps)} of {len(answers)} steps are proven, the total is not"
@@ -238,6 +237,17 @@ def headline(analysis: Analysis) -> Headline:
     spoilt = any(not run.valid for run in analysis.runs)
     title = "Cannot tell: too few valid runs" if spoilt else "Cannot tell: no variant is proven faster"
     return Headline(title, f"{why_not(reasons)}{seen}", "unsure")
+
+
+def _highest_seen(analysis: Analysis) -> str:
+    """The highest ratio of all, where none is proven, with its quality where that is different."""
+    ratios = {s: value for s in analysis.summaries[1:] if s.first and (value := s.first.ratio.value)}
+    known = [s for s, value in ratios.items() if math.isfinite(value)]
+    if not known:
+        return ""
+    top = max(known, key=ratios.__getitem__)
+    quality = f", with {quality_words(top)}" if (top.kl_nats or 0.0) > CLOSE_KL else ""
+    return f" The highest ratio seen, unproven, is {units.times(ratios[top])} by “{top.name}”{quality}."
 
 
 def why_not(reasons: Sequence[str]) -> str:

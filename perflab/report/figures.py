@@ -29,6 +29,9 @@ from perflab.report.look import (
     style,
 )
 
+WIDE_LADDER = 20.0
+"""From this total on a linear axis would leave nothing to see of the first rungs."""
+
 
 def finite(values: Iterable[float | None]) -> list[float | None]:
     """NaN and infinity as None."""
@@ -96,7 +99,14 @@ def ladder(summaries: Sequence[Summary]) -> go.Figure:
         )
     figure.add_vline(x=1, line={"color": "#51607a", "width": 1, "dash": "dot"})
     style(figure, rows_height(len(names)), barmode="overlay", margin={"l": 10, "r": 190, "t": 30, "b": 46})
-    figure.update_xaxes(title_text="output tokens/s, times the baseline", range=[0, reach], ticksuffix="×")
+    title = "output tokens/s, times the baseline"
+    if highest > WIDE_LADDER:
+        least = min(1.0, *(r for r in ratios if r and r > 0))
+        figure.update_xaxes(type="log", dtick=1, range=[math.log10(0.8 * least), math.log10(reach)])
+        title += " (logarithmic: an equal factor is an equal length)"
+    else:
+        figure.update_xaxes(range=[0, reach])
+    figure.update_xaxes(title_text=title, ticksuffix="×")
     names_axis(figure)
     return figure
 
