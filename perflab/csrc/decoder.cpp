@@ -89,8 +89,18 @@ void Workspace::linear(Member& member, const Matrix& w, const void* x, int64_t x
 }
 
 void Workspace::plan(const Pool& pool, const Step& step, int32_t shared) {
-  pieces_.clear(), joins_.clear();
+  pieces_.clear(), joins_.clear(), kept_.clear();
   row_of_.resize(step.tokens);
+  place_.assign(step.tokens, -1);
+  for (int i = 0; i < step.samples; i++) place_[step.sample_rows[i]] = 0;
+  for (int row = 0; row < step.rows; row++)
+    if (step.query_start[row + 1] > step.query_start[row]) place_[step.query_start[row + 1] - 1] = 0;
+  for (int token = 0; token < step.tokens; token++)
+    if (place_[token] == 0) place_[token] = (int32_t)kept_.size(), kept_.push_back(token);
+  auto any_kept = [&](int first, int count) {
+    auto at = std::lower_bound(kept_.begin(), kept_.end(), first);
+    return at != kept_.end() && *at < first + count;
+  };
   int64_t work = 0;
   const int tile = std::max(1, QUERY_ROWS / shared);  // tokens of one item
   for (int row = 0; row < step.rows; row++) {
@@ -115,21 +125,23 @@ void Workspace::plan(const Pool& pool, const Step& step, int32_t shared) {
           joins_.push_back({row, head + one, queries, splits, partials + (int64_t)one * rows * (pool.value_dim + 2), stride});
         for (int split = 0; split < splits; split++, partials += stride) {
           int begin = (int)std::min<int64_t>(split * width, context), end = (int)std::min<int64_t>(begin + width, context);
-          pieces_.push_back({row, head, heads, 0, queries, begin, end, partials});
+          pieces_.push_back({row, head, heads, 0, queries, begin, end, partials, true});
         }
         continue;
       }
       // The last tiles of a prompt see the most: they come first.
       for (int first = (queries - 1) / tile * tile; first >= 0; first -= tile) {
         int count = std::min(tile, queries - first);
-        pieces_.push_back({row, head, heads, first, count, 0, context - queries + first + count, -1});
+        pieces_.push_back({row, head, heads, first, count, 0, context - queries + first + count, -1,
+                           any_kept(step.query_start[row] + first, count)});
       }
     }
   }
   grow(partials_, partials);
 }
 
-void Workspace::attention_phases(Member& member, const Pool& pool, int32_t layer, const Step& step, const Attention& a) {
+void Workspace::attention_phases(Member& member, const Pool& pool, int32_t layer, const Step& step, const Attention& a,
+                                 bool only_kept) {
   const LayerKV kv = layer_of(pool, layer);
   const int shared = a.heads / pool.kv_heads;
   const int size[] = {4, 2};
@@ -141,6 +153,7 @@ void Workspace::attention_phases(Member& member, const Pool& pool, int32_t layer
   scratch += -(uintptr_t)scratch & 63;
   member.parallel((int)pieces_.size(), [&](int chunk) {
     const Piece& p = pieces_[chunk];
+    if (only_kept && !p.kept) return;
     int queries = step.query_start[p.row + 1] - step.query_start[p.row];
     AttentionItem item = {};
     item.query = a.query + (step.query_start[p.row] + p.query) * a.query_stride + (int64_t)p.kv_head * shared * pool.key_dim;
@@ -181,19 +194,20 @@ void Workspace::run(const Model& m, const Pool& pool, const Step& step) {
   const int64_t qkv_stride = (m.heads + 2 * m.kv_heads) * (int64_t)m.head_dim;
   reserve(m, tokens, step.samples);
   plan(pool, step, m.heads / m.kv_heads);
-  float* x = x_.data();
+  grow(kept_x_, kept_.size() * (int64_t)m.hidden);
+  grow(kept_context_, kept_.size() * row_stride(context_k) * 4);
   auto direct = [](const Matrix& w) { return w.format == BF16 ? BF16 : F32; };
   const int per_chunk = tokens <= 64 ? 1 : 8;
 
   team.run([&](Member& member) {
     member.parallel(divide_up(tokens, per_chunk), [&](int chunk) {
       for (int t = chunk * per_chunk; t < std::min(tokens, (chunk + 1) * per_chunk); t++)
-        pl_unpack_row(&m.embedding, (int32_t)step.token_ids[t], x + (int64_t)t * m.hidden);
+        pl_unpack_row(&m.embedding, (int32_t)step.token_ids[t], x_.data() + (int64_t)t * m.hidden);
     });
     for (int32_t number = 0; number < m.layers; number++) {
       const Layer& layer = m.layer[number];
       const int32_t context_format = direct(layer.out), activation_format = direct(layer.down);
-      linear(member, layer.qkv, x, m.hidden, F32, layer.input_norm, m.eps, tokens, {qkv_.data(), qkv_stride, STORE, F32});
+      linear(member, layer.qkv, x_.data(), m.hidden, F32, layer.input_norm, m.eps, tokens, {qkv_.data(), qkv_stride, STORE, F32});
       const LayerKV kv = layer_of(pool, number);
       member.parallel(divide_up(tokens, per_chunk), [&](int chunk) {
         for (int t = chunk * per_chunk; t < std::min(tokens, (chunk + 1) * per_chunk); t++) {
@@ -208,22 +222,37 @@ void Workspace::run(const Model& m, const Pool& pool, const Step& step) {
                            position % pool.block_size, key, key + (int64_t)m.kv_heads * m.head_dim);
         }
       });
+      const bool last = number == m.layers - 1 && (int)kept_.size() < tokens;
       attention_phases(member, pool, number, step,
                        {qkv_.data(), qkv_stride, m.heads, layer.window, m.scaling, 0.f, nullptr, context_.data(),
-                        row_stride(context_k), context_format});
-      linear(member, layer.out, context_.data(), row_stride(context_k), context_format, nullptr, 0, tokens,
-             {x, m.hidden, ADD, F32});
-      linear(member, layer.gate_up, x, m.hidden, F32, layer.post_norm, m.eps, tokens,
+                        row_stride(context_k), context_format}, last);
+      if (last) {
+        const int64_t context_bytes = row_stride(context_k) * (context_format == BF16 ? 2 : 4);
+        member.parallel((int)kept_.size(), [&](int i) {
+          memcpy(kept_x_.data() + (int64_t)i * m.hidden, x_.data() + (int64_t)kept_[i] * m.hidden, 4 * (int64_t)m.hidden);
+          memcpy(kept_context_.data() + i * context_bytes, context_.data() + kept_[i] * context_bytes, context_bytes);
+        });
+      }
+      float* x = last ? kept_x_.data() : x_.data();
+      const uint8_t* context = last ? kept_context_.data() : context_.data();
+      const int32_t count = last ? (int32_t)kept_.size() : tokens;
+      linear(member, layer.out, context, row_stride(context_k), context_format, nullptr, 0, count, {x, m.hidden, ADD, F32});
+      linear(member, layer.gate_up, x, m.hidden, F32, layer.post_norm, m.eps, count,
              {activation_.data(), row_stride(m.intermediate), SILU_MUL, activation_format});
-      linear(member, layer.down, activation_.data(), row_stride(m.intermediate), activation_format, nullptr, 0, tokens,
+      linear(member, layer.down, activation_.data(), row_stride(m.intermediate), activation_format, nullptr, 0, count,
              {x, m.hidden, ADD, F32});
     }
+    const bool compact = m.layers > 0 && (int)kept_.size() < tokens;
+    auto hidden_of = [&](int token) {
+      return compact ? kept_x_.data() + (int64_t)place_[token] * m.hidden : x_.data() + (int64_t)token * m.hidden;
+    };
     member.parallel(step.samples, [&](int i) {
-      kernels.prepare(x + (int64_t)step.sample_rows[i] * m.hidden, m.hidden, m.final_norm, m.eps, F32,
+      kernels.prepare(hidden_of(step.sample_rows[i]), m.hidden, m.final_norm, m.eps, F32,
                       (uint8_t*)(step.hidden + (int64_t)i * m.hidden), nullptr, nullptr, per_thread_[member.id].scratch.data());
     });
     member.parallel(step.rows, [&](int row) {
-      step.finite[row] = kernels.finite(x + (int64_t)(step.query_start[row + 1] - 1) * m.hidden, m.hidden);
+      int end = step.query_start[row + 1];
+      step.finite[row] = end == step.query_start[row] || kernels.finite(hidden_of(end - 1), m.hidden);
     });
     if (!step.samples) return;
     linear(member, m.head, step.hidden, m.hidden, F32, nullptr, 0, step.samples, {step.logits, m.vocabulary, STORE, F32});

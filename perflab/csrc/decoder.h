@@ -83,6 +83,7 @@ class Workspace {
   struct Piece {  // one attention item's place in the step
     int32_t row, kv_head, kv_heads, query, queries, begin, end;
     int64_t partial;  // offset into partials_, -1 for none
+    bool kept;        // whether a token of it is
   };
   struct Join { int32_t row, kv_head, queries, splits; int64_t partial, split_stride; };
   struct Own {  // of one thread
@@ -95,7 +96,8 @@ class Workspace {
   void plan(const Pool& pool, const Step& step, int32_t shared);
   void reserve(const Model& model, int32_t tokens, int32_t samples);
   void reserve_rows(int32_t rows, int32_t k);
-  void attention_phases(Member& member, const Pool& pool, int32_t layer, const Step& step, const Attention& a);
+  void attention_phases(Member& member, const Pool& pool, int32_t layer, const Step& step, const Attention& a,
+                        bool only_kept = false);
   // out = prepared(x) . w; `norm` may be null. x is fp32, or already in w's format when x_format says so.
   void linear(Member& member, const Matrix& w, const void* x, int64_t x_stride, int32_t x_format, const float* norm,
               float eps, int32_t rows, const Output& out);
@@ -108,4 +110,9 @@ class Workspace {
   std::vector<uint8_t> context_, activation_;
   Prepared shared_;
   std::vector<int32_t> row_of_;  // [tokens]
+  // Tokens whose last hidden state is wanted: sampled ones and each row's last. Nothing after the last
+  // layer's keys and values needs the others.
+  std::vector<int32_t> kept_, place_;  // the tokens in order; [tokens] their places in that order
+  std::vector<float> kept_x_;
+  std::vector<uint8_t> kept_context_;
 };
