@@ -18,7 +18,7 @@ constexpr int MAX_M = 3, MAX_M_INT4 = 2;
 constexpr int MAX_M = 2, MAX_M_INT4 = 1;
 #endif
 // Bytes between what one pass reads and what it asks for from memory; measured.
-constexpr int ahead_of(int format) { return format == INT4 ? 2048 : 8192; }
+constexpr int ahead_of(int format) { return format == INT4 ? 2048 : 4096; }
 
 template <int M> struct Tile { f32x16 sums[M][2]; };
 
@@ -156,6 +156,16 @@ static void product(const Matrix& w, const Rows& rows, const Output& out, int pa
   if constexpr (FORMAT == BF16) tile_bf16<M, FETCH>(t, x, rows.stride, data, (w.k + 1) / 2, ahead);
   if constexpr (FORMAT == INT8) tile_int8<M, FETCH>(t, x, rows.stride, data, (w.k + 3) / 4, ahead, rows, row, w.scale + panel * PANEL);
   if constexpr (FORMAT == INT4) tile_int4<M, FETCH>(t, x, rows.stride, data, (w.k + SUPER - 1) / SUPER, ahead, rows, row);
+  if (const int column = panel * PANEL; out.format == F32 && out.finish != SILU_MUL && !w.bias && column + PANEL <= w.n) {
+    float* to = (float*)out.data + row * out.stride + column;
+    const bool add = out.finish == ADD;
+#pragma GCC unroll 16
+    for (int m = 0; m < M; m++, to += out.stride) {
+      store(to, add ? load<f32x16>(to) + t.sums[m][0] : t.sums[m][0]);
+      store(to + LANES, add ? load<f32x16>(to + LANES) + t.sums[m][1] : t.sums[m][1]);
+    }
+    return;
+  }
   alignas(64) float sums[M][PANEL];
 #pragma GCC unroll 16
   for (int m = 0; m < M; m++) store(sums[m], t.sums[m][0]), store(sums[m] + LANES, t.sums[m][1]);
