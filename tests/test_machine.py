@@ -44,6 +44,7 @@ def test_native_kernels_are_named_and_measured() -> None:
 
 
 def test_what_native_kernels_lack_is_said_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PERFLAB_NATIVE", raising=False)
     monkeypatch.setenv("PERFLAB_NATIVE_LIBRARY", "/nowhere/native.so")
     missing = kernels._load.__wrapped__()[1]
     assert "not built; install a C++20 compiler" in missing
