@@ -5,8 +5,11 @@ Owns the choice and its words. Knows nothing of how either runs.
 
 from __future__ import annotations
 
+import warnings
+
 from perflab.config import EngineConfig
 from perflab.errors import NotNative
+from perflab.models import kernels
 from perflab.models.loaded import LoadedModel
 from perflab.models.native import NativeRunner
 from perflab.models.runner import HFRunner
@@ -26,6 +29,8 @@ def make_runner(model: LoadedModel, config: EngineConfig) -> Runner:
             if config.runner == "native" or config.weights != "model":
                 wanted = f"runner={config.runner!r}, weights={config.weights!r}"
                 raise NotNative(f"{wanted}: {reason}; runner='torch' with weights='model' runs it") from None
+            if kernels.library() is None:
+                warnings.warn(f"running on torch, slower than need be: {reason}", stacklevel=2)
     return HFRunner(model, packed=config.packed_linears)
 
 
