@@ -292,6 +292,24 @@ def test_what_native_kernels_cannot_run_is_refused_by_name(arch, dtype, options,
         assert "torch" in str(refused.value), "the remedy"
 
 
+@NEEDS_KERNELS
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"hidden_size": 98, "num_attention_heads": 49, "num_key_value_heads": 1, "head_dim": 8},
+        {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 258},
+    ],
+)
+def test_heads_that_native_attention_has_no_room_for_are_refused_when_the_engine_is_made(sizes) -> None:
+    model = tiny("llama", **sizes)
+    with pytest.raises(
+        NotNative, match="attention='native' takes heads of up to 256 dimensions, 48 for each"
+    ):
+        Engine(model, EngineConfig(runner="torch", attention="native"))
+    with pytest.raises(NotNative, match="heads of"):
+        Engine(model, EngineConfig(runner="native"))
+
+
 @pytest.mark.parametrize("arch", ["llama", "gemma2"])
 def test_auto_takes_torch_where_native_cannot(arch, monkeypatch) -> None:
     monkeypatch.setattr(kernels, "library", lambda: None)

@@ -122,15 +122,22 @@ def test_embedded_weights_and_tokens_equal_another_reading(embedded: LoadedModel
             pre_tokenizers.ByteLevel(add_prefix_space=False, trim_offsets=True, use_regex=True),
         ]
     )
-    if not DATA.is_dir():
-        pytest.skip("needs the prompt files of ../shared/data")
-    texts = [json.loads(line)["question"] for line in (DATA / "gsm8k_test.jsonl").open()][:200]
-    texts += [str(json.loads(line)) for line in (DATA / "mt_bench.jsonl").open()]
-    texts.append((DATA / "wikitext2_test.txt").read_text()[:200_000])
+    own = Path(__file__).parents[1] / "data" / "prompts"
+    texts = [line for path in sorted(own.glob("*.jsonl")) for line in path.read_text("utf-8").splitlines()]
+    assert texts, "no prompts: the rest of this test would be empty"
+    if DATA.is_dir():
+        texts += _prompts_of_others()
     for text in texts:
         ids = embedded.encode(text)
         assert ids == tokenizer.encode(text)
         assert embedded.decode(ids) == text
+
+
+def _prompts_of_others() -> list[str]:
+    texts = [json.loads(line)["question"] for line in (DATA / "gsm8k_test.jsonl").open()][:200]
+    texts += [str(json.loads(line)) for line in (DATA / "mt_bench.jsonl").open()]
+    texts.append((DATA / "wikitext2_test.txt").read_text()[:200_000])
+    return texts
 
 
 # Weights that wait

@@ -11,9 +11,8 @@
 
 namespace ISA {
 
-constexpr int CHUNK = 64;                     // context positions at a time: two panels
-constexpr int MAX_QUERY_ROWS = 48;            // tokens times heads of one item
-constexpr int AHEAD_POSITIONS = CHUNK;    // between what is read and what is asked for from memory
+constexpr int CHUNK = 64;               // context positions at a time: two panels
+constexpr int AHEAD_POSITIONS = CHUNK;  // between what is read and what is asked for from memory
 
 struct AttentionScratch {
   alignas(64) uint8_t keys[2][MAX_DIM * 128];    // panels of 32 positions; a group is 4 bytes of dims

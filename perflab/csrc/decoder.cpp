@@ -12,7 +12,6 @@ constexpr int ALONE = 4;           // up to so many rows, each member prepares a
 constexpr int ROW_BLOCK = 112;     // rows of one chunk of a large product
 constexpr int PIECE = 64;         // least context positions of a split
 constexpr int ITEMS_PER_THREAD = 8;
-constexpr int QUERY_ROWS = 48;     // tokens times shared heads of one attention item
 
 int32_t divide_up(int64_t a, int64_t b) { return (int32_t)((a + b - 1) / b); }
 int64_t row_stride(int32_t k) { return divide_up(k, 64) * 64; }  // elements; also int4's padding
@@ -102,7 +101,7 @@ void Workspace::plan(const Pool& pool, const Step& step, int32_t shared) {
     return at != kept_.end() && *at < first + count;
   };
   int64_t work = 0;
-  const int tile = std::max(1, QUERY_ROWS / shared);  // tokens of one item
+  const int tile = std::max(1, MAX_QUERY_ROWS / shared);  // tokens of one item
   for (int row = 0; row < step.rows; row++) {
     std::fill(row_of_.begin() + step.query_start[row], row_of_.begin() + step.query_start[row + 1], row);
     if (step.query_start[row + 1] - step.query_start[row] <= tile) work += step.kv_len[row];
@@ -114,7 +113,7 @@ void Workspace::plan(const Pool& pool, const Step& step, int32_t shared) {
     const int queries = step.query_start[row + 1] - step.query_start[row], context = step.kv_len[row];
     if (queries == 0) continue;
     // Heads of a block lie side by side: with few queries an item takes as many of them as it has room for.
-    const int together = std::min(pool.kv_heads, std::max(1, QUERY_ROWS / (std::min(queries, tile) * shared)));
+    const int together = std::min(pool.kv_heads, std::max(1, MAX_QUERY_ROWS / (std::min(queries, tile) * shared)));
     const int splits = queries <= tile ? std::max(1, divide_up(context, piece)) : 1;
     const int64_t width = (divide_up(context, splits) + 63) / 64 * 64;
     for (int head = 0; head < pool.kv_heads; head += together) {

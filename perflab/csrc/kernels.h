@@ -9,6 +9,7 @@ constexpr int PANEL = 32;    // output columns that lie together in a packed mat
 constexpr int GROUP = 32;    // inputs that share one int4 scale
 constexpr int SUPER = 64;    // int4 comes in pairs of groups: 128 bytes of scales, 1,024 of nibbles
 constexpr int MAX_DIM = 256; // largest head dimension that attention takes
+constexpr int MAX_QUERY_ROWS = 48; // tokens times heads of one attention item
 
 // A weight matrix [n, k], packed for reading once from end to end. Columns come in panels of 32; in a
 // panel, for each 4-byte group of inputs (one fp32, two bf16, four int8), the group of each of the 32

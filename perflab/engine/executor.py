@@ -23,7 +23,7 @@ from perflab.engine.native import NativeAttention, NativeForward
 from perflab.engine.plan import Plan, StepResult
 from perflab.engine.sampler import prompt_logprobs, sample
 from perflab.errors import NotNative, StepFailed
-from perflab.models.kernels import Team
+from perflab.models.kernels import MAX_HEAD_DIM, MAX_SHARED, Team
 from perflab.models.native import NativeRunner
 from perflab.models.runner import Attend, Best, HFRunner, RunnerOutput
 from perflab.models.runners import Runner
@@ -204,6 +204,13 @@ class TorchForward:
             if runner.device.type != "cpu" or runner.dtype not in (torch.float32, torch.bfloat16):
                 raise NotNative(
                     f"attention='native' runs fp32 and bf16 on a CPU, not {runner.dtype} on {runner.device}"
+                )
+            heads, shape = runner.query_heads, runner.kv_shape
+            if max(shape.key_dim, shape.value_dim) > MAX_HEAD_DIM or heads > MAX_SHARED * shape.kv_heads:
+                raise NotNative(
+                    f"attention='native' takes heads of up to {MAX_HEAD_DIM} dimensions, {MAX_SHARED} for "
+                    f"each key head, not {heads} of {shape.key_dim} for {shape.kv_heads}: "
+                    "use attention='batched'"
                 )
             self._team = Team(threads or torch.get_num_threads())
 

@@ -23,6 +23,7 @@ FORMATS = {"fp32": 0, "bf16": 1, "int8": 2, "int4": 3}
 PANEL = 32
 STORE, ADD, SILU_MUL = 0, 1, 2
 MAX_HEAD_DIM = 256
+MAX_SHARED = 48  # query heads of one key head; MAX_QUERY_ROWS in `kernels.h`
 SPIN_US = 50
 
 

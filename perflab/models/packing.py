@@ -23,7 +23,6 @@ LAYOUT = 1  # grows when the same weights pack into other bytes or names
 
 _SHAPED_LIKE_LLAMA = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 _ROPE_BY_TABLE = ("default", "linear", "llama3", "yarn")  # whose angles do not depend on the sequence
-_MAX_SHARED = 48
 _MAX_POSITIONS = 1 << 17
 _DTYPE_FORMATS = MappingProxyType({torch.float32: "fp32", torch.bfloat16: "bf16"})
 
@@ -87,7 +86,11 @@ def why_not(module: nn.Module) -> str:
         return f"its rotary embedding {rope!r} changes with the sequence"
     attention = module.model.layers[0].self_attn  # type: ignore[union-attr, index]
     head_dim, heads = attention.head_dim, config.num_attention_heads  # type: ignore[union-attr]
-    if head_dim > kernels.MAX_HEAD_DIM or head_dim % 2 or heads // config.num_key_value_heads > _MAX_SHARED:
+    if (
+        head_dim > kernels.MAX_HEAD_DIM
+        or head_dim % 2
+        or heads // config.num_key_value_heads > kernels.MAX_SHARED
+    ):
         return f"heads of {head_dim} dimensions, {heads} for {config.num_key_value_heads} key heads"
     if config.hidden_size % 2 or config.intermediate_size % 2:
         return "its sizes are odd"

@@ -86,7 +86,7 @@ class HFRunner:
         head = self.module.get_output_embeddings()
         if head is not None:
             head.register_forward_pre_hook(self._keep_hidden)
-        self.kv_shape = self._probe(model.name)
+        self.kv_shape, self.query_heads = self._probe(model.name)
         self.max_positions = model.max_model_len
         self.vocab_size: int = self.module.config.get_text_config().vocab_size
 
@@ -108,7 +108,7 @@ class HFRunner:
         hidden, self._hidden = self._hidden, None
         return RunnerOutput(out.logits[0], hidden)
 
-    def _probe(self, name: str) -> KVShape:
+    def _probe(self, name: str) -> tuple[KVShape, int]:
         """Run two tokens: learn the KV shape, and meet what is not implemented now, not later."""
         probe = _Probe({})
         ids = torch.zeros(1, 2, dtype=torch.int64, device=self.device)
@@ -118,14 +118,16 @@ class HFRunner:
             raise ModelError(f"{name}: its layers never call transformers' attention interface")
         if len(set(probe.shapes.values())) > 1 or set(probe.shapes) != set(range(len(probe.shapes))):
             raise ModelError(f"{name}: layers with different key/value shapes are not supported")
-        return KVShape(len(probe.shapes), *probe.shapes[0])
+        return KVShape(len(probe.shapes), *probe.shapes[0]), probe.query_heads
 
 
 @dataclass(slots=True)
 class _Probe:
     shapes: dict[int, tuple[int, int, int]]
+    query_heads: int = 0  # the most of any layer
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **_: Any) -> Tensor:
+        self.query_heads = max(self.query_heads, query.shape[1])
         self.shapes[layer] = (key.shape[1], key.shape[3], value.shape[3])
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
 
