@@ -179,6 +179,13 @@ class RequestRecord:
     last_step: int = -1
     spans: list[Span] = field(default_factory=list)  # client_queue, tokenise, queue, requeue, …
     count_source: str = "token_ids"  # token_ids > usage > retokenised > chunks
+    first_content_ns: int | None = None  # first chunk of the content channel; reasoning is not content
+    server_prompt_tokens: int | None = None  # as the server counted them
+    requested_tokens: int | None = None  # the most tokens that were asked for
+    reasoning_tokens: int | None = None  # of `output_tokens`, as the server counted them
+    attempts: int = 1  # sends, retries among them; the time of all is in the record
+    session_id: str | None = None
+    turn: int = 0  # within the session
 
 
 @dataclass(slots=True)
@@ -209,6 +216,28 @@ class StepRecord:
     kv_blocks_total: int = 0
     preempted: int = 0
     failed_rows: int = 0
+
+
+class Sample(NamedTuple):
+    """One reading of a quantity that was sampled beside a run: scraped from a server or of the machine."""
+
+    time_ns: int
+    name: str
+    labels: Mapping[str, str]
+    value: float
+
+
+@dataclass(frozen=True, slots=True)
+class ClientHealth:
+    """Whether the load generator kept up: it must not be what a run measures. Seconds; shares of one core.
+
+    `loop_lag_p99_s` is how late the event loop woke up, `send_lateness_p99_s` how late requests
+    were sent against their intended start, their wait for a free slot (`max_in_flight`) left out.
+    """
+
+    loop_lag_p99_s: float | None = None
+    send_lateness_p99_s: float | None = None
+    cpu_share: float | None = None
 
 
 @dataclass(slots=True)

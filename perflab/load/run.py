@@ -18,7 +18,16 @@ from typing import Protocol
 from perflab.clock import Clock, seconds_to_ns
 from perflab.errors import Rejected
 from perflab.load.workloads import PromptEncoder, TimedRequest, Workload
-from perflab.types import EventRecord, Request, RequestRecord, Span, StepRecord, TokenEvent
+from perflab.types import (
+    ClientHealth,
+    EventRecord,
+    Request,
+    RequestRecord,
+    Sample,
+    Span,
+    StepRecord,
+    TokenEvent,
+)
 
 
 class Target(Protocol):
@@ -41,7 +50,8 @@ class Target(Protocol):
 
 @dataclass(slots=True)
 class RunRecords:
-    """What one run left behind. `outputs` are token ids by request, kept in memory only."""
+    """What one run left behind. `outputs` are token ids by request and `texts` answers by request,
+    kept in memory only; `telemetry` is on the requests' time axis."""
 
     requests: list[RequestRecord]
     steps: list[StepRecord]
@@ -51,6 +61,9 @@ class RunRecords:
     planned: int
     interrupted: bool = False
     outputs: dict[str, list[int]] = field(default_factory=dict)
+    texts: dict[str, str] = field(default_factory=dict)
+    telemetry: list[Sample] = field(default_factory=list)
+    client: ClientHealth = ClientHealth()
 
 
 OnProgress = Callable[[int, int], None]

@@ -1,7 +1,8 @@
 """Runs on disk: one directory per finished run, complete or not there at all.
 
 Owns the format: `manifest.json` (configuration, seed, versions, machine, verdict),
-`requests.parquet`, `steps.parquet`, `events.json`. Prompts and outputs are not in it unless
+`requests.parquet`, `steps.parquet`, `events.json`, and `telemetry.parquet` where something was
+sampled beside the run. Prompts and outputs are not in it unless
 `texts.json` was asked for. Computes nothing.
 """
 
@@ -21,7 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from perflab.errors import StoreError
-from perflab.types import EventRecord, RequestRecord, Span, StepRecord
+from perflab.types import EventRecord, RequestRecord, Sample, Span, StepRecord
 
 FORMAT = 1
 """Version of the directory format; a reader refuses any other."""
@@ -32,6 +33,7 @@ _REQUEST_TYPES: dict[str, pa.DataType] = {
     "outcome": pa.string(),
     "finish_reason": pa.string(),
     "error": pa.string(),
+    "session_id": pa.string(),
     "request_class": pa.string(),
     "count_source": pa.string(),
     "token_ns": pa.list_(pa.int64()),
@@ -44,6 +46,16 @@ REQUEST_SCHEMA = pa.schema([(f.name, _REQUEST_TYPES.get(f.name, pa.int64())) for
 STEP_SCHEMA = pa.schema([(f.name, pa.int64()) for f in fields(StepRecord)])
 """One row per engine step, the fields of `StepRecord`."""
 
+TELEMETRY_SCHEMA = pa.schema(
+    [
+        ("time_ns", pa.int64()),
+        ("name", pa.string()),
+        ("labels", pa.map_(pa.string(), pa.string())),
+        ("value", pa.float64()),
+    ]
+)
+"""One row per `Sample`."""
+
 
 @dataclass(slots=True)
 class Run:
@@ -55,6 +67,7 @@ class Run:
     events: list[EventRecord]
     path: Path | None = None
     texts: dict[str, Any] | None = field(default=None)
+    telemetry: list[Sample] = field(default_factory=list)
 
     @property
     def variant(self) -> str:
@@ -109,6 +122,9 @@ def write_run(path: Path, run: Run) -> Path:
         pq.write_table(requests_table(run.requests), draft / "requests.parquet")
         pq.write_table(steps_table(run.steps), draft / "steps.parquet")
         write_json(draft / "events.json", [asdict(event) for event in run.events])
+        if run.telemetry:
+            rows = [sample._asdict() for sample in run.telemetry]
+            pq.write_table(pa.Table.from_pylist(rows, schema=TELEMETRY_SCHEMA), draft / "telemetry.parquet")
         if run.texts is not None:
             write_json(draft / "texts.json", run.texts)
         digests = {file.name: _digest(file) for file in sorted(draft.iterdir())}
@@ -146,7 +162,13 @@ def read_run(path: Path) -> Run:
         [EventRecord(**event) for event in read_json(path / "events.json")],
         path,
         read_json(path / "texts.json") if "texts.json" in digests else None,
+        _samples(path / "telemetry.parquet") if "telemetry.parquet" in digests else [],
     )
+
+
+def _samples(path: Path) -> list[Sample]:
+    rows = pq.read_table(path).to_pylist()
+    return [Sample(r["time_ns"], r["name"], dict(r["labels"]), r["value"]) for r in rows]
 
 
 def run_dirs(study_dir: Path) -> list[Path]:
