@@ -60,6 +60,10 @@ class TimedRequest:
     request_class: str = "default"
     priority: int = 0
     deadline_s: float | None = None
+    session_id: str | None = None
+    turn: int = 0
+    think_s: float = 0.0  # after the end of the session's turn before
+    salt: str = field(default="", compare=False)  # of one run; see `Workload.salted`
 
     @property
     def prompt_length(self) -> int | None:
