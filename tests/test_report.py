@@ -13,8 +13,10 @@ from test_study import QuietSampler, run, study
 
 from perflab.errors import StoreError
 from perflab.measure.stats import Comparison, Estimate
-from perflab.report import figures, html, look, tables, takeaways, units
-from perflab.report.analysis import analyse, compare_runs, headline, summarise
+from perflab.report import figures, html, look, manifest, tables, takeaways, units
+from perflab.report.analysis import analyse
+from perflab.report.headlines import headline
+from perflab.report.summary import compare_runs, summarise
 from perflab.report.timeline import timeline
 from perflab.studies import session, store
 from perflab.studies.define import Variant
@@ -255,7 +257,7 @@ def test_names_cannot_break_the_page(study_dir, tmp_path):
         run(replace(short, name=evil), tmp_path / "s")
     text = html.write_report([tmp_path / "s"], tmp_path / "r.html").read_text(encoding="utf-8")
     assert evil not in text
-    assert text.count("<script") == html.render(analyse([study_dir])).count("<script")
+    assert text.count("<script") == html.render([analyse([study_dir])]).count("<script")
 
 
 def test_a_report_that_cannot_be_written_is_said(study_dir, tmp_path):
@@ -315,7 +317,7 @@ def test_the_frontier_is_what_nobody_beats():
 
 
 def test_facts_are_flattened_without_empties():
-    lines = tables.flat({"a_b": {"c": 1.5, "d": None, "e": []}, "f": [1, "x"], "g": ""})
+    lines = manifest.flat({"a_b": {"c": 1.5, "d": None, "e": []}, "f": [1, "x"], "g": ""})
     assert lines == [("a b · c", "1.50"), ("f", "1, x")]
 
 

@@ -18,7 +18,8 @@ from perflab.load.workloads import synthetic
 from perflab.measure.metrics import SLO
 from perflab.measure.validity import Noise
 from perflab.models.tiny import tiny
-from perflab.report.analysis import analyse, headline
+from perflab.report.analysis import analyse
+from perflab.report.headlines import headline
 from perflab.studies import ladder, plan, quality, session, store
 from perflab.studies.define import Study, Variant, load_study_file
 from perflab.studies.store import Run

@@ -1,93 +1,43 @@
-"""From runs to what a report says: one summary per variant, comparisons, the headline.
+"""From directories to what a report is about: runs in groups, groups in parts, each part compared.
 
-Owns which runs are pooled and which comparisons are allowed. Draws and formats nothing.
+Owns which runs belong together. A part is what one table can hold: the variants of a study, the
+services that were benchmarked, the points of a sweep. Draws and words nothing.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from perflab.measure import latency, metrics, stats
-from perflab.measure.metrics import SLO
-from perflab.report import units
-from perflab.studies import quality, store
+from perflab.errors import StoreError
+from perflab.report.summary import CLOSE_KL, E2E, RATE, Measure, Summary, compare_runs, summarise
+from perflab.studies import store
 from perflab.studies.store import Run
-from perflab.types import RequestRecord
 
-QUANTILES = (0.5, 0.9, 0.99)
-SAME_KL = 1e-4
-CLOSE_KL = 0.02
-
-
-@dataclass(slots=True, eq=False)
-class Summary:
-    """One variant: its runs by round and what they amount to. Latencies pool the requests of its
-    valid runs, or of all where none is valid."""
-
-    name: str
-    runs: list[Run]
-    quality: Mapping[str, Any] | None = None
-    previous: stats.Comparison | None = None
-    first: stats.Comparison | None = None
-    previous_name: str = ""
-    latencies: dict[str, dict[float, stats.Estimate]] = field(default_factory=dict)
-    time: latency.Decomposition | None = None
-    tokens_per_s: stats.Estimate = field(default_factory=lambda: stats.Estimate(None))
-    requests_per_s: stats.Estimate = field(default_factory=lambda: stats.Estimate(None))
-    goodput: metrics.Goodput | None = None
-    greedy: stats.Estimate = field(default_factory=lambda: stats.Estimate(None))
-
-    @property
-    def used(self) -> list[Run]:
-        """The runs whose requests are pooled."""
-        return [run for run in self.runs if run.valid] or self.runs
-
-    @property
-    def records(self) -> list[RequestRecord]:
-        return [record for run in self.used for record in run.requests]
-
-    @property
-    def description(self) -> str:
-        return str(self.runs[0].manifest.get("description", ""))
-
-    @property
-    def dtype(self) -> str:
-        return str(self.runs[0].manifest.get("model", {}).get("dtype", ""))
-
-    @property
-    def typical(self) -> Run:
-        """The run of median throughput, for pictures of one run."""
-        ranked = sorted(self.used, key=lambda run: rate_of(run) or 0.0)
-        return ranked[len(ranked) // 2]
-
-    @property
-    def kl_nats(self) -> float | None:
-        return None if self.quality is None else self.quality["kl_nats"]["value"]
-
-    @property
-    def top1(self) -> float | None:
-        return None if self.quality is None else self.quality["top1"]["value"]
-
-
-def rate_of(run: Run) -> float | None:
-    """Output tokens/s of a run: steady window of an open-loop run, whole run otherwise."""
-    steady = run.manifest.get("workload", {}).get("open_loop") and metrics.steady_throughput(run.requests)
-    rate = steady or metrics.throughput(run.requests)
-    return rate.output_tokens_per_s if rate else None
+KINDS = ("study", "compare", "bench", "sweep", "profile")
+"""The commands that leave runs, in the order in which a report tells of them."""
 
 
 @dataclass(slots=True, eq=False)
 class Analysis:
-    """Everything a report says about some runs, in the order of their variants."""
+    """One part of a report: groups of runs in the order of their variants, or as they were given."""
 
     summaries: list[Summary]
     study: Mapping[str, Any]
     failures: Mapping[str, str] = field(default_factory=dict)
+    kind: str = "study"
+    measure: Measure = RATE
+    paths: tuple[Path, ...] = ()
+
+    @property
+    def title(self) -> str:
+        """What the part is called."""
+        models = dict.fromkeys(str(run.manifest.get("model", {}).get("name", "")) for run in self.runs)
+        named = self.study.get("name") or " and ".join(name for name in models if name) or "run"
+        return str(named) if self.kind == "study" else f"{self.kind} of {named}"
 
     @property
     def baseline(self) -> Summary:
@@ -95,7 +45,7 @@ class Analysis:
 
     @property
     def best(self) -> Summary:
-        """The variant with the highest proven speed-up over the baseline among those whose quality is
+        """The variant with the highest proven gain over the baseline among those whose quality is
         close to the reference (or not measured), else among all; the baseline if none is proven."""
         close = [s for s in self.proven if (s.kl_nats or 0.0) <= CLOSE_KL]
         return next(iter(close or self.proven), self.baseline)
@@ -112,152 +62,114 @@ class Analysis:
 
 
 def analyse(paths: Sequence[Path], compare_invalid: bool = False) -> Analysis:
-    """Read run or study directories and summarise them by variant.
+    """The first part of `parts`, for callers whose directories hold one."""
+    return parts(paths, compare_invalid)[0]
 
-    Comparisons take rounds in which both runs are valid, or all with `compare_invalid`. Raises
-    StoreError where a directory holds no run or a damaged one.
+
+def parts(paths: Sequence[Path], compare_invalid: bool = False) -> list[Analysis]:
+    """Read run, study, sweep, compare or profile directories and summarise them, one part for each
+    kind of run and each study.
+
+    Groups are in the order given, the first being what the others are compared with. Comparisons
+    take rounds in which both runs are valid, or all with `compare_invalid`. Raises StoreError where
+    a directory holds no run or a damaged one.
     """
-    study: dict[str, Any] = {}
-    found: dict[str, Any] = {}
-    failures: dict[str, str] = {}
-    for path in map(Path, paths):
-        if (path / "study.json").exists():
-            study = study or store.read_json(path / "study.json")["declaration"]
-        for name, target in (("quality.json", found), ("failures.json", failures)):
-            if (path / name).exists():
-                target.update(store.read_json(path / name))
-    groups: dict[str, list[Run]] = {}
-    for path in store.find_runs(paths):
-        run = store.read_run(path)
-        groups.setdefault(run.variant, []).append(run)
-    order = {v["name"]: i for i, v in enumerate(study.get("variants", []))}
-    names = sorted(groups, key=lambda name: order.get(name, len(order)))
-    summaries = [summarise(name, groups[name], found.get(name)) for name in names]
-    for before, summary in itertools.pairwise(summaries):
-        summary.previous, summary.previous_name = compare_runs(before, summary, compare_invalid), before.name
-        summary.first = compare_runs(summaries[0], summary, compare_invalid)
-    return Analysis(summaries, study, failures)
+    found: dict[tuple[str, str], list[_Source]] = {}
+    for path in dict.fromkeys(Path(p) for p in paths):
+        source = _read(path)
+        for kind in dict.fromkeys(map(kind_of, source.runs)):
+            name = str(source.study.get("name") or path) if kind in ("study", "sweep", "compare") else ""
+            runs = [run for run in source.runs if kind_of(run) == kind]
+            if kind == "study" and not source.study:
+                name = str(runs[0].manifest.get("study", ""))
+            found.setdefault((kind, name), []).append(_Source(path, runs, source.study, source.extra))
+    order = sorted(found, key=lambda key: KINDS.index(key[0]))
+    return [_part(kind, found[kind, name], compare_invalid) for kind, name in order]
 
 
-def summarise(name: str, runs: Sequence[Run], found_quality: Mapping[str, Any] | None = None) -> Summary:
-    """Pool a variant's runs. Throughput is the geometric mean over runs, as a ratio of two variants is
-    that of their pairs; latencies are percentiles over requests."""
-    summary = Summary(name, sorted(runs, key=lambda run: run.round), found_quality)
-    used = summary.used
-    summary.tokens_per_s = stats.geometric_mean([r for run in used if (r := rate_of(run))])
-    rates = [metrics.throughput(run.requests) for run in used]
-    summary.requests_per_s = stats.geometric_mean([r.requests_per_s for r in rates if r and r.requests_per_s])
-    summary.latencies = {
-        metric: {q: percentile_of(summary.records, q) for q in QUANTILES}
-        for metric, percentile_of in metrics.LATENCIES.items()
-    }
-    parts = [d for run in used if (d := latency.average(run.requests, run.steps)) is not None]
-    summary.time = latency.average_of(parts)
-    slo = SLO(**runs[0].manifest.get("slo", {}))
-    summary.goodput = metrics.goodput(summary.records, slo) if any(vars_of(slo)) else None
-    matches = [m for run in used if (m := run.manifest.get("greedy_match"))]
-    summary.greedy = quality.match_share(matches) if matches else stats.Estimate(None)
-    return summary
-
-
-def vars_of(slo: SLO) -> list[float | None]:
-    return [slo.ttft_s, slo.tpot_s, slo.e2e_s]
-
-
-def compare_runs(a: Summary, b: Summary, compare_invalid: bool = False) -> stats.Comparison:
-    """Paired comparison of output tokens/s over the rounds that both have.
-
-    Where invalid runs leave fewer than two pairs the answer is `cannot tell` and names the reason;
-    the ratio is then that of all pairs, to look at and not to quote.
-    """
-    rounds_a, rounds_b = ({run.round: run for run in s.runs} for s in (a, b))
-    pairs = [(rounds_a[r], rounds_b[r]) for r in sorted(rounds_a.keys() & rounds_b.keys())]
-    pairs = [(x, y) for x, y in pairs if rate_of(x) and rate_of(y)]
-    valid = pairs if compare_invalid else [(x, y) for x, y in pairs if x.valid and y.valid]
-    chosen = valid if len(valid) >= 2 else pairs
-    result = stats.compare([rate_of(x) or 0.0 for x, _ in chosen], [rate_of(y) or 0.0 for _, y in chosen])
-    if len(valid) < 2 and len(pairs) > len(valid):
-        names = sorted({reason[0] for pair in pairs for run in pair for reason in run.reasons})
-        why = f"{len(valid) or 'none'} of {len(pairs)} pairs of runs valid: {', '.join(names)}"
-        return stats.Comparison("cannot tell", result.ratio, result.detectable, why)
-    return result
-
-
-def quality_words(summary: Summary) -> str:
-    """One phrase on a variant's distance from the fp32 reference."""
-    kl, top1 = summary.kl_nats, summary.top1
-    if kl is None or top1 is None:
-        return "quality not measured"
-    if kl <= SAME_KL and top1 >= 0.999:
-        return "same quality"
-    kind = "nearly the same quality" if kl <= CLOSE_KL else "different quality"
-    return f"{kind} (top-1 agreement {units.percent(top1)}, KL {units.number(kl, 2)} nats)"
+def kind_of(run: Run) -> str:
+    """Which command made it."""
+    kind = str(run.manifest.get("kind", "study"))
+    return kind if kind in KINDS else "bench"
 
 
 @dataclass(frozen=True, slots=True)
-class Headline:
-    """The verdict in one line, a sentence below it, and how it reads: good, unsure or bad."""
+class _Source:
+    """One directory that was given: its runs and the files beside them."""
 
-    title: str
-    detail: str
-    tone: str
-
-
-def headline(analysis: Analysis) -> Headline:
-    """What the study found, no stronger than its weakest part."""
-    best, base = analysis.best, analysis.baseline
-    if len(analysis.summaries) == 1:
-        rate = base.tokens_per_s.value
-        title = "Nothing was measured" if rate is None else f"{units.number(rate)} output tokens/s"
-        return Headline(
-            title, f"One configuration, {base.name}; there is nothing to compare it with.", "unsure"
-        )
-    if best is not base and best.first is not None and best.first.ratio.value is not None:
-        ratio = best.first.ratio
-        tone = "good" if (best.kl_nats or 0.0) <= CLOSE_KL else "unsure"
-        title = f"{units.times(ratio.value)} the output tokens/s of the baseline, {quality_words(best)}"
-        detail = (
-            f"“{best.name}” against “{base.name}”, 95 % interval {units.interval(ratio, units.times)} "
-            f"from {ratio.n} paired rounds."
-        )
-        fastest = analysis.proven[0]
-        if fastest is not best and fastest.first is not None:
-            speed = units.times(fastest.first.ratio.value)
-            detail += f" “{fastest.name}” reaches {speed}, with {quality_words(fastest)}."
-        return Headline(title, detail, tone)
-    answers = [s.first for s in analysis.summaries[1:] if s.first is not None]
-    if answers and all(c.answer == "slower" for c in answers):
-        return Headline("Every variant is slower than the baseline", f"The baseline is “{base.name}”.", "bad")
-    reasons = sorted({c.reason for c in answers if c.answer == "cannot tell" and c.reason})
-    seen = _highest_seen(analysis)
-    if steps := takeaway_steps(analysis):
-        names = ", ".join(f"“{s.name}” {units.times(c.ratio.value)}" for s, c in steps)
-        title = f"{len(steps)} of {len(answers)} steps are proven, the total is not"
-        return Headline(title, f"Against the rung below: {names}. {why_not(reasons)}{seen}", "unsure")
-    spoilt = any(not run.valid for run in analysis.runs)
-    title = "Cannot tell: too few valid runs" if spoilt else "Cannot tell: no variant is proven faster"
-    return Headline(title, f"{why_not(reasons)}{seen}", "unsure")
+    path: Path
+    runs: list[Run]
+    study: Mapping[str, Any]
+    extra: Mapping[str, Mapping[str, Any]]
 
 
-def _highest_seen(analysis: Analysis) -> str:
-    """The highest ratio of all, where none is proven, with its quality where that is different."""
-    ratios = {s: value for s in analysis.summaries[1:] if s.first and (value := s.first.ratio.value)}
-    known = [s for s, value in ratios.items() if math.isfinite(value)]
-    if not known:
-        return ""
-    top = max(known, key=ratios.__getitem__)
-    quality = f", with {quality_words(top)}" if (top.kl_nats or 0.0) > CLOSE_KL else ""
-    return f" The highest ratio seen, unproven, is {units.times(ratios[top])} by “{top.name}”{quality}."
+def _read(path: Path) -> _Source:
+    study: Mapping[str, Any] = {}
+    extra = {}
+    try:
+        if (path / "study.json").exists():
+            study = store.read_json(path / "study.json")["declaration"]
+            [v["name"] for v in study.get("variants", [])]
+        for name in ("quality", "failures"):
+            file = path / f"{name}.json"
+            extra[name] = dict(store.read_json(file)) if file.exists() else {}
+        return _Source(path, _numbered([store.read_run(p) for p in _run_dirs(path)]), study, extra)
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        if isinstance(error, StoreError):
+            raise
+        raise StoreError(
+            f"{path}: its JSON files do not hold what perflab writes ({type(error).__name__}: {error}); "
+            "delete the directory and run again"
+        ) from None
 
 
-def why_not(reasons: Sequence[str]) -> str:
-    """The reasons of comparisons that cannot tell, as sentences."""
-    why = "; ".join(reasons[:2]) or "no two runs could be paired"
-    advice = " Run it again on a quiet machine." if "noisy" in why else ""
-    return f"{why[0].upper()}{why[1:]}.{advice}"
+def _run_dirs(path: Path) -> list[Path]:
+    """The runs of a directory: itself, those of a study, or those of a plain folder of runs."""
+    inside = sorted(p.parent for p in path.glob("[!.]*/manifest.json"))
+    return inside if inside and not (path / "manifest.json").exists() else store.find_runs([path])
 
 
-def takeaway_steps(analysis: Analysis) -> list[tuple[Summary, stats.Comparison]]:
-    """Rungs whose gain over the rung below is proven, largest first."""
-    proven = [(s, s.previous) for s in analysis.summaries if s.previous and s.previous.answer == "faster"]
-    return sorted(proven, key=lambda pair: -(pair[1].ratio.value or 0.0))
+def _numbered(runs: list[Run]) -> list[Run]:
+    """Runs of a folder that were made one by one, each round 0: their order is their round."""
+    for name in dict.fromkeys(run.variant for run in runs):
+        same = [run for run in runs if run.variant == name]
+        if len({run.round for run in same}) < len(same):
+            for number, run in enumerate(sorted(same, key=lambda run: str(run.manifest.get("ended_at", "")))):
+                run.manifest["round"] = number
+    return runs
+
+
+def _part(kind: str, sources: Sequence[_Source], compare_invalid: bool) -> Analysis:
+    study = next((s.study for s in sources if s.study), {})
+    failures = {name: why for s in sources for name, why in s.extra["failures"].items()}
+    summaries = [summarise(*group) for group in _groups(sources, study)]
+    measure = E2E if kind in ("bench", "compare") and summaries[0].open_loop else RATE
+    if kind not in ("sweep", "profile"):
+        for before, summary in itertools.pairwise(summaries):
+            summary.previous_name = before.name
+            summary.previous = compare_runs(before, summary, compare_invalid, measure)
+            summary.first = compare_runs(summaries[0], summary, compare_invalid, measure)
+    return Analysis(summaries, study, failures, kind, measure, tuple(s.path for s in sources))
+
+
+def _groups(sources: Sequence[_Source], study: Mapping[str, Any]) -> list[tuple[str, list[Run], Any]]:
+    """Runs by variant, in the study's order. The same variant of a further directory joins where its
+    rounds are new ones; where they are not, the two are before and after, named by directory."""
+    groups: list[tuple[Path, list[Run], Any]] = []
+    for source in sources:
+        for name in dict.fromkeys(run.variant for run in source.runs):
+            runs = [run for run in source.runs if run.variant == name]
+            taken = {run.round for _, group, _ in groups for run in group if run.variant == name}
+            last = next((group for _, group, _ in reversed(groups) if group[0].variant == name), None)
+            if last is not None and not taken & {run.round for run in runs}:
+                last.extend(runs)
+            else:
+                groups.append((source.path, runs, source.extra["quality"].get(name)))
+    order = {v["name"]: i for i, v in enumerate(study.get("variants", []))}
+    groups.sort(key=lambda group: order.get(group[1][0].variant, len(order)))
+    variants = [runs[0].variant for _, runs, _ in groups]
+    named = []
+    for (path, runs, quality), variant in zip(groups, variants, strict=True):
+        own = f"{path.resolve().name}: {variant}" if len(set(variants)) > 1 else path.resolve().name
+        named.append((variant if variants.count(variant) == 1 else own, runs, quality))
+    return named

@@ -15,7 +15,6 @@ from plotly.subplots import make_subplots
 from perflab.measure import latency
 from perflab.measure.stats import Estimate
 from perflab.report import units
-from perflab.report.analysis import CLOSE_KL, Summary
 from perflab.report.look import (
     ACCENT,
     BAD,
@@ -28,6 +27,7 @@ from perflab.report.look import (
     rows_height,
     style,
 )
+from perflab.report.summary import CLOSE_KL, Summary
 
 WIDE_LADDER = 20.0
 """From this total on a linear axis would leave nothing to see of the first rungs."""

@@ -1,7 +1,10 @@
-"""The words a report uses, for a reader who does not work on inference every day.
+"""The words a report uses, for a reader who does not work on inference every day, and the names that
+other tools give to the same figures.
 
 Owns the explanations; formulas live beside their functions in `measure`.
 """
+
+from perflab.report.tables import Table
 
 GLOSSARY: dict[str, str] = {
     "rung": "one variant of the ladder; it differs from the rung below by one switch.",
@@ -19,3 +22,8 @@ GLOSSARY: dict[str, str] = {
     "KL divergence": "how much the next-token distribution differs from the reference's; 0 is no difference.",
     "top-1 agreement": "how often the most likely next token is the same as the reference's.",
 }
+
+
+def elsewhere() -> Table:
+    """Our metric, what other tools call it, and where a same name means something else."""
+    return Table(("here", "elsewhere", "same name, other meaning"), (), words=(0, 1, 2))

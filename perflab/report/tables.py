@@ -5,8 +5,7 @@ Owns columns and wording of cells. Computes nothing that `analysis` has not.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -14,7 +13,8 @@ from perflab.clock import NS_PER_S
 from perflab.measure import metrics
 from perflab.measure.stats import Comparison, Estimate, samples_needed
 from perflab.report import units
-from perflab.report.analysis import CLOSE_KL, QUANTILES, SAME_KL, Analysis, Summary, rate_of
+from perflab.report.analysis import Analysis
+from perflab.report.summary import CLOSE_KL, QUANTILES, SAME_KL, Summary, rate_of
 from perflab.studies.store import Run
 
 
@@ -143,12 +143,19 @@ SHOWN = (("TTFT", 0.5), ("TTFT", 0.9), ("ITL", 0.5), ("ITL", 0.99), ("TPOT", 0.5
 """The percentiles of the short latency table."""
 
 
-def _completed(summary: Summary) -> Cell:
+def completed(summary: Summary) -> Cell:
+    """The share of requests that completed, with what became of the others."""
     count = metrics.counts(summary.records)
-    judged = count.sent - count.cancelled
-    share = count.completed / judged if judged else None
-    cancelled = f"{count.cancelled} cancelled by users" if count.cancelled else ""
-    return Cell(units.percent(share), cancelled, "" if share == 1 else "flag")
+    kinds = (
+        (count.failed, "failed"),
+        (count.timed_out, "timed out"),
+        (count.rejected, "refused"),
+        (count.unfinished, "unfinished"),
+        (count.cancelled, "cancelled by users"),
+    )
+    share = summary.completed_share
+    others = ", ".join(f"{number} {kind}" for number, kind in kinds if number)
+    return Cell(units.percent(share), others, "" if share == 1 else "flag")
 
 
 def latencies(summaries: Sequence[Summary]) -> Table:
@@ -157,7 +164,7 @@ def latencies(summaries: Sequence[Summary]) -> Table:
         (
             Cell(s.name),
             *(estimate(s.latencies[metric][q], units.seconds, samples_needed(q)) for metric, q in SHOWN),
-            _completed(s),
+            completed(s),
         )
         for s in summaries
     )
@@ -326,20 +333,3 @@ def common_notes(analysis: Analysis) -> list[str]:
     return [
         note for note in notes_of(analysis.runs[0]) if all(note in notes_of(run) for run in analysis.runs)
     ]
-
-
-def flat(facts: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    """Nested facts as (name, value) lines; empty values are left out."""
-    lines: list[tuple[str, str]] = []
-    for name, value in facts.items():
-        label = f"{prefix}{name.replace('_', ' ')}"
-        if isinstance(value, Mapping):
-            lines += flat(value, f"{label} · ")
-        elif isinstance(value, list):
-            if value:
-                lines.append((label, ", ".join(str(item) for item in value)))
-        elif isinstance(value, float):
-            lines.append((label, units.number(value) if math.isfinite(value) else str(value)))
-        elif value is not None and value != "":
-            lines.append((label, str(value)))
-    return lines

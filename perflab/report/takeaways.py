@@ -7,9 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from perflab.measure import metrics
 from perflab.report import units
-from perflab.report.analysis import Analysis, Summary, quality_words, takeaway_steps
+from perflab.report.analysis import Analysis
 from perflab.report.figures import pareto
+from perflab.report.headlines import takeaway_steps
+from perflab.report.summary import Summary, interleaved, quality_words
 
 
 def ladder(analysis: Analysis) -> str:
@@ -135,3 +138,95 @@ def listing(names: Sequence[str]) -> str:
     """“a”, “b” and “c”."""
     quoted = [f"“{name}”" for name in names]
     return quoted[0] if len(quoted) == 1 else f"{', '.join(quoted[:-1])} and {quoted[-1]}"
+
+
+def results(analysis: Analysis) -> str:
+    """Success and speed of each group in one breath."""
+    told = []
+    for s in analysis.summaries[:4]:
+        speed = f"{units.number(s.tokens_per_s.value)} output tokens/s, TTFT p50 {_p(s, 'TTFT', 0.5)}"
+        spoilt = "" if s.valid else ", in invalid runs only"
+        told.append(f"“{s.name}” completed {units.percent(s.completed_share)} at {speed}{spoilt}")
+    return f"{'; '.join(told)}."
+
+
+def _p(s: Summary, metric: str, q: float) -> str:
+    return units.seconds(s.latencies[metric][q].value)
+
+
+def changes(analysis: Analysis) -> str:
+    """The answer on the measure that decides, and whether the runs alternated."""
+    base, last = analysis.baseline, analysis.summaries[-1]
+    if last.first is None:
+        return ""
+    answer, ratio = last.first.answer, last.first.ratio
+    name = analysis.measure.name
+    if answer == "cannot tell":
+        words = f"On {name} the runs cannot tell which is faster: {last.first.reason}"
+    else:
+        span = units.interval(ratio, units.times)
+        words = f"On {name} “{last.name}” is {answer}: {units.times(ratio.value)} as fast ({span})"
+    if len(base.runs) > 1 and not interleaved(base, last):
+        words += ". The runs did not alternate, so a drift of the machine counts as a change"
+    return f"{words}."
+
+
+def percentiles(analysis: Analysis) -> str:
+    """Where the median and the tail lie, and how many requests never got there."""
+    told = []
+    for s in analysis.summaries[:3]:
+        never = 1 - (s.completed_share if s.completed_share is not None else 1.0)
+        lost = f", {units.percent(never)} never" if never > 0 else ""
+        half, most = _p(s, "E2E", 0.5), _p(s, "E2E", 0.99)
+        told.append(f"“{s.name}”: half of all answers within {half}, 99 % within {most}{lost}")
+    few = [s for s in analysis.summaries if not s.latencies["E2E"][0.99].bounded]
+    warning = (
+        f" With {few[0].latencies['E2E'][0.99].n} requests a p99 is the slowest but few: read it as such."
+        if few
+        else ""
+    )
+    return f"{'; '.join(told)}.{warning}"
+
+
+def levels(analysis: Analysis) -> str:
+    """The share of requests that met every limit, by group."""
+    told = [
+        f"“{s.name}”: {units.percent(s.goodput.share.value)} of {s.goodput.sent:,} requests met every limit"
+        for s in analysis.summaries
+        if s.goodput is not None
+    ]
+    return f"{'; '.join(told)}."
+
+
+def rates(analysis: Analysis) -> str:
+    """How far the steady window is from the whole run."""
+    known = [(run, metrics.steady_throughput(run.requests)) for s in analysis.summaries for run in s.runs]
+    steady = [(run, rate) for run, rate in known if rate is not None]
+    if not steady:
+        return "No run reached a steady state; its rates are those of the whole run, ramp and drain included."
+    run, rate = steady[-1]
+    whole = metrics.throughput(run.requests)
+    ratio = (
+        rate.output_tokens_per_s / whole.output_tokens_per_s
+        if whole and whole.output_tokens_per_s and rate.output_tokens_per_s
+        else None
+    )
+    words = f"The steady window holds {units.percent(rate.share_of_requests, 0)} of the requests"
+    words += f"; its output tokens/s is {units.times(ratio)} that of the whole run" if ratio else ""
+    missing = len(known) - len(steady)
+    return f"{words}." + (f" {missing} of {len(known)} runs have no steady state." if missing else "")
+
+
+def client(analysis: Analysis) -> str:
+    """The worst lateness of all runs, and whether it spoilt one."""
+    bound = [run for run in analysis.runs if any(name == "client-bound" for name, _ in run.reasons)]
+    late = [
+        metrics.stats.percentile_value([metrics.lateness_s(r) for r in run.requests], 0.99)
+        for run in analysis.runs
+        if run.requests
+    ]
+    worst = units.seconds(max(late, default=None))
+    if bound:
+        share = f"{len(bound)} of {len(analysis.runs)} runs"
+        return f"The client was too slow in {share}: its sends were up to {worst} late (p99)."
+    return f"99 % of requests left within {worst} of their intended start: the client was no bottleneck."

@@ -1,0 +1,232 @@
+"""Tables of runs against a service: results with the success rate beside latency, what changed, rates
+with their window, service levels by class, and how the client held up.
+
+Owns columns and wording of cells. Metrics are `measure`'s, groups `analysis`'.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from perflab.clock import NS_PER_S
+from perflab.measure import metrics, stats
+from perflab.measure.metrics import Rate
+from perflab.measure.stats import samples_needed
+from perflab.report import units
+from perflab.report.analysis import Analysis
+from perflab.report.summary import MEASURES, QUANTILES, Measure, Summary, compare_runs, goodput_of, slo_of
+from perflab.report.tables import Cell, Table, completed, estimate, rate, ratio, runs_cell, verdict
+from perflab.studies.store import Run
+
+MISSING = Cell(units.MISSING, tone="muted")
+
+
+def results(analysis: Analysis) -> Table:
+    """One line a group: completed share, rates, main percentiles, the verdict against the first."""
+    several = len(analysis.summaries) > 1
+    headers = [
+        "run",
+        "completed",
+        "requests/s",
+        "output tokens/s",
+        "TTFT p50",
+        "TTFT p99",
+        "TPOT p50",
+        "E2E p50",
+        "E2E p99",
+    ]
+    rows = []
+    for s in analysis.summaries:
+        shown = (("TTFT", 0.5), ("TTFT", 0.99), ("TPOT", 0.5), ("E2E", 0.5), ("E2E", 0.99))
+        cells = [
+            Cell(s.name, s.description),
+            completed(s),
+            rate(s.requests_per_s),
+            rate(s.tokens_per_s),
+            *(estimate(s.latencies[metric][q], units.seconds, samples_needed(q)) for metric, q in shown),
+        ]
+        rows.append((*cells, *([verdict(s.first)] if several else []), runs_cell(s)))
+    tail = [f"{analysis.measure.name} against the first"] if several else []
+    return Table((*headers, *tail, "valid runs"), tuple(rows), words=(0, *([9] if several else [])))
+
+
+def changes(analysis: Analysis, compare_invalid: bool = False) -> Table:
+    """Every measure of each further group beside the first's, with ratio, answer and detectable change."""
+    base = analysis.baseline
+    rows = []
+    for other in analysis.summaries[1:]:
+        for index, (measure, found) in enumerate(changes_of(base, other, compare_invalid)):
+            values = [_typical(s, measure) for s in (base, other)]
+            judged = "judged on this" if measure is analysis.measure else ""
+            rows.append(
+                (
+                    Cell(other.name if index == 0 else ""),
+                    Cell(measure.name, judged),
+                    *(Cell(measure.shape(value)) for value in values),
+                    ratio(found),
+                    verdict(found),
+                    Cell(units.detectable(found), tone="muted"),
+                )
+            )
+    headers = ("run", "measure", f"before: {base.name}", "after", "times as fast", "answer", "detectable")
+    return Table(headers, tuple(rows), words=(0, 1, 5))
+
+
+def changes_of(
+    base: Summary, other: Summary, compare_invalid: bool = False
+) -> list[tuple[Measure, stats.Comparison]]:
+    """Comparisons of all measures that both groups have."""
+    both = [m for m in MEASURES if all(_typical(s, m) is not None for s in (base, other))]
+    return [(m, compare_runs(base, other, compare_invalid, m)) for m in both]
+
+
+def _typical(s: Summary, measure: Measure) -> float | None:
+    """The median over the group's runs."""
+    values = sorted(v for run in s.used if (v := measure.of(run)) is not None)
+    return values[(len(values) - 1) // 2] if values else None
+
+
+def percentiles(summaries: Sequence[Summary]) -> Table:
+    """Each latency's percentiles with failures as +∞, and those of successes alone where they differ."""
+    failed = any((s.completed_share or 0.0) < 1 for s in summaries)
+    rows = []
+    for s in summaries:
+        for index, (metric, found) in enumerate(_with_sent(s).items()):
+            cells = [estimate(found[q], units.seconds, samples_needed(q)) for q in QUANTILES]
+            alone = [_alone(s, metric, q) for q in QUANTILES] if failed else []
+            first = index == 0
+            rows.append(
+                (
+                    Cell(s.name if first else ""),
+                    Cell(metric),
+                    *cells,
+                    completed(s) if first else Cell(""),
+                    *alone,
+                    Cell(f"{found[0.5].n:,}"),
+                )
+            )
+    marks = [f"p{100 * q:.0f}" for q in QUANTILES]
+    alone_marks = [f"{mark}, successes only" for mark in marks] if failed else []
+    return Table(("run", "metric", *marks, "completed", *alone_marks, "samples"), tuple(rows), words=(0, 1))
+
+
+FROM_SENT = "TTFT from sent"
+PER_REQUEST: dict[str, Any] = {
+    "TTFT": metrics.ttft_s,
+    FROM_SENT: metrics.ttft_from_sent_s,
+    "E2E": metrics.e2e_s,
+}
+
+
+def _with_sent(s: Summary) -> dict[str, dict[float, stats.Estimate]]:
+    """The group's latencies with TTFT from the actual send beside that from the intended one."""
+    sent = metrics.samples(s.records, metrics.ttft_from_sent_s)
+    return {
+        "TTFT": s.latencies["TTFT"],
+        FROM_SENT: {q: stats.percentile(sent, q) for q in QUANTILES},
+        **{name: found for name, found in s.latencies.items() if name != "TTFT"},
+    }
+
+
+def _alone(s: Summary, metric: str, q: float) -> Cell:
+    if metric not in PER_REQUEST:
+        return MISSING
+    values = metrics.samples(s.records, PER_REQUEST[metric], success_only=True)
+    return Cell(units.seconds(stats.percentile(values, q).value))
+
+
+def windows(analysis: Analysis) -> Table:
+    """Rates of each whole run and, below, of its steady window with its bounds."""
+    rows = []
+    for s in analysis.summaries:
+        for run in s.runs:
+            origin = origin_ns(run)
+            name = s.name if len(s.runs) == 1 else f"{s.name}, round {run.round + 1}"
+            whole, steady = metrics.throughput(run.requests), metrics.steady_throughput(run.requests)
+            rows.append((Cell(name), Cell("whole run"), *_rate_cells(whole, origin)))
+            rows.append(
+                (Cell(""), Cell("steady window", "" if steady else "none"), *_rate_cells(steady, origin))
+            )
+    headers = ("run", "window", "from", "to", "requests completed", "requests/s", "output tokens/s")
+    return Table(headers, tuple(rows), words=(0, 1))
+
+
+def _rate_cells(found: Rate | None, origin: int) -> list[Cell]:
+    if found is None:
+        return [MISSING] * 5
+    return [
+        *(Cell(units.seconds((t - origin) / NS_PER_S)) for t in (found.start_ns, found.end_ns)),
+        Cell(f"{found.completed:,}", units.percent(found.share_of_requests, 0)),
+        Cell(units.number(found.requests_per_s)),
+        Cell(units.number(found.output_tokens_per_s)),
+    ]
+
+
+def origin_ns(run: Run) -> int:
+    """When the run began, for a time axis that starts at 0."""
+    return int(run.manifest.get("started_ns") or min((r.intended_ns for r in run.requests), default=0))
+
+
+def classes(analysis: Analysis) -> Table:
+    """Goodput of each request class under its limits: met, share of all sent, per second."""
+    rows = []
+    for s in analysis.summaries:
+        names = list(dict.fromkeys(r.request_class for r in s.records))
+        for index, name in enumerate(names):
+            good = goodput_of(s.used, name)
+            if good is None:
+                continue
+            records = [r for r in s.records if r.request_class == name]
+            limits = asdict(slo_of(s.runs[0], name)).items()
+            told = ", ".join(f"{k.removesuffix('_s').upper()} {units.seconds(v)}" for k, v in limits if v)
+            rows.append(
+                (
+                    Cell(s.name if index == 0 else ""),
+                    Cell(name, told),
+                    Cell(f"{good.sent:,}"),
+                    Cell(f"{good.met:,}"),
+                    estimate(good.share, units.percent),
+                    Cell(units.number(good.requests_per_s)),
+                    *(
+                        Cell(units.seconds(metrics.LATENCIES[metric](records, 0.9).value))
+                        for metric in ("TTFT", "TPOT", "E2E")
+                    ),
+                )
+            )
+    headers = (
+        "run",
+        "class and limits",
+        "sent",
+        "met every SLO",
+        "share",
+        "goodput, requests/s",
+        "TTFT p90",
+        "TPOT p90",
+        "E2E p90",
+    )
+    return Table(headers, tuple(rows), words=(0, 1))
+
+
+def client(analysis: Analysis) -> Table:
+    """How late requests were sent, how long the client's loop stalled, how busy the client was."""
+    rows = []
+    for s in analysis.summaries:
+        for run in s.runs:
+            late = [metrics.lateness_s(r) for r in run.requests]
+            held = run.manifest.get("client") or {}
+            rows.append(
+                (
+                    Cell(s.name if len(s.runs) == 1 else f"{s.name}, round {run.round + 1}"),
+                    *(
+                        Cell(units.seconds(stats.percentile_value(late, q)) if late else units.MISSING)
+                        for q in (0.5, 0.99)
+                    ),
+                    Cell(units.seconds(max(late, default=None))),
+                    Cell(units.seconds(held.get("loop_lag_p99_s"))),
+                    Cell(units.percent(held.get("cpu_share"), 0)),
+                )
+            )
+    headers = ("run", "sent late, p50", "sent late, p99", "latest", "loop lag, p99", "client CPU, of a core")
+    return Table(headers, tuple(rows))
