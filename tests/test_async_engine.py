@@ -10,7 +10,7 @@ from collections import deque
 import numpy as np
 import pytest
 import torch
-from fake_model import alone, assert_empty, fake_engine, request
+from fake_model import alone, assert_empty, fake_engine, request, take
 
 from perflab.clock import WallClock
 from perflab.engine.drivers import AsyncEngine
@@ -85,6 +85,55 @@ async def test_clients_that_leave_take_their_requests_with_them(n: int, slots: i
     outcomes = {record.outcome for record in engine.engine.records}
     assert "cancelled" in outcomes
     assert outcomes <= {"cancelled", "completed"}
+
+
+@pytest.mark.parametrize("n", [1, 2])
+async def test_an_id_may_be_used_again_at_once_after_its_stream_was_left(n: int) -> None:
+    """Nothing of the request that was left reaches the next one of that name."""
+    params = SamplingParams(max_tokens=1500, ignore_eos=True, n=n)
+    async with AsyncEngine(wall_engine(num_blocks=512)) as engine:
+        for _ in range(20):
+            await collect(engine, request("same", [1] * 5, params=params), 3)
+            task = asyncio.create_task(collect(engine, request("same", [2] * 5, params=params)))
+            await asyncio.sleep(0)
+            task.cancel()  # before it was submitted
+            await asyncio.gather(task, return_exceptions=True)
+            again = await collect(engine, request("same", [3] * 5, params=endless()))
+            assert again == alone([3] * 5, 150, frozenset())
+        await settled(engine)
+        assert engine.num_streams == 0
+    assert_empty(engine.engine)
+
+
+async def test_an_id_in_use_is_refused_and_its_stream_goes_on() -> None:
+    async with AsyncEngine(wall_engine(num_blocks=512)) as engine:
+        async with engine.open(request("a", [1], params=endless())) as first:
+            with pytest.raises(ValueError, match="in use"):
+                await collect(engine, request("a", [1], params=endless()))
+            tokens = [token async for events in first for event in events for token in event.token_ids]
+        assert tokens == alone([1], 150, frozenset())
+
+
+async def test_several_requests_of_one_caller_come_together_and_leave_together() -> None:
+    async with AsyncEngine(wall_engine(num_blocks=512)) as engine:
+        asked = [request(str(i), [i + 1] * 5, params=endless()) for i in range(3)]
+        found: dict[str, list[int]] = {}
+        async with engine.open(*asked) as deliveries:
+            assert [record.request_id for record in deliveries.records] == ["0", "1", "2"]
+            async for events in deliveries:
+                take(found, events)
+        assert found == {str(i): alone([i + 1] * 5, 150, frozenset()) for i in range(3)}
+        with pytest.raises(Rejected):  # the last of them: the others go with it
+            async with engine.open(*asked, request("big", [1] * 5000, params=endless())):
+                raise AssertionError("submitted")
+        async with engine.open(*asked) as deliveries:
+            await anext(deliveries)
+            deliveries.leave()
+            with pytest.raises(StopAsyncIteration):
+                await anext(deliveries)
+        await settled(engine)
+        assert engine.num_streams == 0
+    assert_empty(engine.engine)
 
 
 async def test_a_thousand_disconnects_at_random_moments_leave_nothing() -> None:

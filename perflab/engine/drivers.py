@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 from perflab.clock import NS_PER_S
 from perflab.engine.engine import Engine
 from perflab.errors import EngineStopped
-from perflab.types import Request, TokenEvent
+from perflab.types import Request, RequestRecord, TokenEvent
 
 Listener = Callable[[list[TokenEvent]], None]
 
@@ -96,7 +96,7 @@ class EngineThread:
 
 
 class AsyncEngine:
-    """An engine for asyncio: `stream` per request, cancelled when its consumer goes away.
+    """An engine for asyncio: `stream` one request, or `open` several; cancelled when their consumer leaves.
 
     >>> async with AsyncEngine(Engine(model)) as engine:
     ...     async for event in engine.stream(Request("a", ids)): ...
@@ -104,7 +104,7 @@ class AsyncEngine:
 
     def __init__(self, engine: Engine) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._queues: dict[str, asyncio.Queue[TokenEvent]] = {}
+        self._streams: dict[str, Deliveries] = {}  # by event id, until the last event of each has come
         self._thread = EngineThread(engine, self._post)
         self.engine = engine
 
@@ -116,41 +116,66 @@ class AsyncEngine:
 
     @property
     def num_streams(self) -> int:
-        return len(self._queues)
+        """Requests and samples whose last event has not come yet, those that were left included."""
+        return len(self._streams)
+
+    def open(self, *requests: Request) -> Deliveries:
+        """Requests of one caller, whose events come together; submitted when the context is entered."""
+        return Deliveries(self, requests)
 
     async def stream(self, request: Request) -> AsyncIterator[TokenEvent]:
         """Events of one request, of all its samples for n > 1, until each has ended.
 
         Raises what `Engine.submit` raises. Leaving early, or being cancelled, cancels the request.
         """
-        self._loop = asyncio.get_running_loop()
-        queue: asyncio.Queue[TokenEvent] = asyncio.Queue()
-        count = request.params.n
-        ids = [request.request_id] if count == 1 else [f"{request.request_id}/{i}" for i in range(count)]
-        if taken := [request_id for request_id in ids if request_id in self._queues]:
-            raise ValueError(f"request id {taken[0]!r} is in use: give each request its own")
-        self._queues.update(dict.fromkeys(ids, queue))
-        ended = False
-        try:
-            await self._call(lambda: self.engine.submit(request))
-            left = count
-            while left:
-                event = await queue.get()
-                left -= event.finish_reason is not None
-                yield event
-            ended = True
-        finally:
-            for request_id in ids:
-                del self._queues[request_id]
-            if not ended and not self._thread._closing:
-                self._thread.call(lambda: self.engine.cancel(request.request_id))
+        async with self.open(request) as deliveries:
+            async for events in deliveries:
+                for event in events:
+                    yield event
 
     async def call(self, command: Callable[[], Any]) -> Any:
         """Run `command` on the engine's thread between two steps."""
-        return await self._call(command)
+        return await asyncio.wrap_future(self._thread.call(command))
 
-    def _call(self, command: Callable[[], Any]) -> asyncio.Future[Any]:
-        return asyncio.wrap_future(self._thread.call(command))
+    async def _reserve(self, deliveries: Deliveries) -> None:
+        """Take the ids; one whose stream was left is free when the engine has said its last word on it."""
+        self._loop = asyncio.get_running_loop()
+        while taken := [request_id for request_id in deliveries.ids if request_id in self._streams]:
+            if not self._streams[taken[0]].left:
+                raise ValueError(f"request id {taken[0]!r} is in use: give each request its own")
+            await self._streams[taken[0]].over.wait()
+        self._streams.update(dict.fromkeys(deliveries.ids, deliveries))
+
+    def _submit(self, requests: Sequence[Request]) -> list[RequestRecord]:
+        ids = [request_id for request in requests for request_id in self.engine.submit(request)]
+        return [self.engine.record(request_id) for request_id in ids]
+
+    def _cancel(self, deliveries: Deliveries) -> None:
+        """Cancel what has not ended; forget at once what the engine does not know (any more)."""
+
+        def cancel() -> list[str]:
+            return [
+                request_id
+                for request in deliveries.requests
+                if not self.engine.cancel(request.request_id)
+                for request_id in event_ids(request)
+            ]
+
+        def cancelled(unknown: Future[list[str]]) -> None:
+            if self._loop is not None:
+                with suppress(RuntimeError):  # the loop was closed
+                    self._loop.call_soon_threadsafe(self._forget, unknown.result())
+
+        try:
+            self._thread.call(cancel).add_done_callback(cancelled)
+        except EngineStopped:
+            self._forget(deliveries.ids)
+
+    def _forget(self, request_ids: Sequence[str]) -> None:
+        for request_id in request_ids:
+            deliveries = self._streams.pop(request_id, None)
+            if deliveries is not None:
+                deliveries.ended(request_id)
 
     def _post(self, events: list[TokenEvent]) -> None:
         loop = self._loop
@@ -160,6 +185,76 @@ class AsyncEngine:
 
     def _dispatch(self, events: list[TokenEvent]) -> None:
         for event in events:
-            queue = self._queues.get(event.request_id)
-            if queue is not None:
-                queue.put_nowait(event)
+            deliveries = self._streams.get(event.request_id)
+            if deliveries is not None:
+                deliveries.put(event)
+                if event.finish_reason is not None:
+                    self._forget((event.request_id,))
+
+
+class Deliveries:
+    """What the engine brings for some requests: iterating gives all events that came since the last look.
+
+    As a context manager it submits them (raising what `Engine.submit` raises) and at the end cancels
+    those that still run. `records` are the engine's own, one per sample, from submission on.
+    """
+
+    def __init__(self, engine: AsyncEngine, requests: Sequence[Request]) -> None:
+        self._engine = engine
+        self.requests = requests
+        self.ids = [request_id for request in requests for request_id in event_ids(request)]
+        self.records: list[RequestRecord] = []
+        self.left = False  # nobody listens any more
+        self.over = asyncio.Event()  # the last event of each has come
+        self._open = set(self.ids)
+        self._events: list[TokenEvent] = []
+        self._ready = asyncio.Event()
+
+    async def __aenter__(self) -> Deliveries:
+        await self._engine._reserve(self)
+        try:
+            self.records = await self._engine.call(lambda: self._engine._submit(self.requests))
+        except BaseException:
+            self.leave()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.leave()
+
+    def leave(self) -> None:
+        """End what still runs and the iteration with it."""
+        if not self.left:
+            self.left = True
+            self._ready.set()
+            if self._open:
+                self._engine._cancel(self)
+
+    def put(self, event: TokenEvent) -> None:
+        if not self.left:
+            self._events.append(event)
+            self._ready.set()
+
+    def ended(self, request_id: str) -> None:
+        self._open.discard(request_id)
+        if not self._open:
+            self.over.set()
+            self._ready.set()
+
+    def __aiter__(self) -> Deliveries:
+        return self
+
+    async def __anext__(self) -> list[TokenEvent]:
+        while not self._events and self._open and not self.left:
+            self._ready.clear()
+            await self._ready.wait()
+        if self.left or not self._events:
+            raise StopAsyncIteration
+        events, self._events = self._events, []
+        return events
+
+
+def event_ids(request: Request) -> list[str]:
+    """The ids that a request's events carry: its own, or one per sample for n > 1."""
+    count = request.params.n
+    return [request.request_id] if count == 1 else [f"{request.request_id}/{i}" for i in range(count)]

@@ -303,6 +303,10 @@ class Engine:
 
     # -- records -----------------------------------------------------------------------------
 
+    def record(self, request_id: str) -> RequestRecord:
+        """Of a request that has not ended."""
+        return self._live[request_id].record
+
     @property
     def records(self) -> list[RequestRecord]:
         """Every request submitted, in order, the running ones included."""
