@@ -22,7 +22,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from perflab.cli import show, studies
+from perflab.cli import bench, show, studies
 from perflab.cli.options import DEVICE, MODEL, TRUST_CODE
 from perflab.errors import PerflabError
 from perflab.models.assets import NAME as EMBEDDED
@@ -43,6 +43,7 @@ model_app = typer.Typer(no_args_is_help=True, help="The embedded model: fetch it
 app.add_typer(model_app, name="model")
 app.command()(studies.study)
 app.command()(studies.report)
+app.command()(bench.bench)
 
 
 def main(argv: list[str] | None = None) -> None:

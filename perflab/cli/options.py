@@ -1,10 +1,19 @@
-"""Options that several commands share, said once. Owns their names and words only."""
+"""Options that several commands share, said once: which model, which service, which load.
+
+Owns their names and words, and how they become a `ServiceChoice` and a `LoadChoice`.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
+
+if TYPE_CHECKING:
+    from perflab.studies.service_run import LoadChoice, ServiceChoice
 
 MODEL: Any = typer.Option(
     "--model", "-m", help="The embedded model's name, a hub id, a directory or a GGUF file."
@@ -13,3 +22,153 @@ DEVICE: Any = typer.Option("--device", help="auto, cpu or cuda.")
 TRUST_CODE: Any = typer.Option(
     "--trust-remote-code", help="Run Python code that comes with the model. Off by default."
 )
+
+_SERVICE, _LOAD, _GOALS, _CAPS = "Which service", "Which load", "What counts as good", "What it may use"
+
+
+def takes(**makers: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Gives a command the options of each maker; the command gets what the maker makes of them.
+
+    >>> @takes(service=service_choice, load=load_choice)
+    ... def bench(service, load, out=None): ...
+    """
+
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        groups = {name: _parameters(maker) for name, maker in makers.items()}
+        own = [p for p in _parameters(command) if p.name not in makers]
+
+        def run(**given: Any) -> Any:
+            made = {
+                name: makers[name](**{p.name: given.pop(p.name) for p in group})
+                for name, group in groups.items()
+            }
+            return command(**made, **given)
+
+        everything = [p for group in groups.values() for p in group] + own
+        run.__signature__ = inspect.Signature(everything)  # type: ignore[attr-defined]
+        run.__annotations__ = {p.name: p.annotation for p in everything}
+        run.__name__, run.__doc__ = command.__name__, command.__doc__
+        return run
+
+    return decorate
+
+
+def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
+    hints = get_type_hints(function, include_extras=True, localns={"ServiceChoice": Any, "LoadChoice": Any})
+    return [
+        p.replace(annotation=hints[p.name], kind=inspect.Parameter.KEYWORD_ONLY)
+        for p in inspect.signature(function).parameters.values()
+    ]
+
+
+def service_choice(
+    url: Annotated[
+        str | None,
+        typer.Argument(
+            help="An OpenAI-compatible server, such as http://127.0.0.1:8000; default: our engine."
+        ),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model",
+            "-m",
+            help="The name to ask a server for, or the model to run here.",
+            rich_help_panel=_SERVICE,
+        ),
+    ] = None,
+    endpoint: Annotated[str, typer.Option(help="chat or completions.", rich_help_panel=_SERVICE)] = "chat",
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(
+            help="A model whose tokenizer the server uses: makes prompt lengths exact.",
+            rich_help_panel=_SERVICE,
+        ),
+    ] = None,
+    device: Annotated[str, DEVICE] = "auto",
+    trust_remote_code: Annotated[bool, TRUST_CODE] = False,
+) -> ServiceChoice:
+    from perflab.studies.service_run import ServiceChoice
+
+    return ServiceChoice(url, model, endpoint, tokenizer, device=device, trust_remote_code=trust_remote_code)
+
+
+def load_choice(
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            help="Prompts (JSON Lines) or a trace (CSV) instead of synthetic prompts.", rich_help_panel=_LOAD
+        ),
+    ] = None,
+    input_tokens: Annotated[int, typer.Option(min=1, rich_help_panel=_LOAD)] = 128,
+    output_tokens: Annotated[int, typer.Option(min=1, rich_help_panel=_LOAD)] = 64,
+    requests: Annotated[
+        int | None,
+        typer.Option(min=1, help="How many; default: what --duration needs.", rich_help_panel=_LOAD),
+    ] = None,
+    rate: Annotated[
+        float | None,
+        typer.Option(
+            help="Requests per second, sent whatever the server does (open loop).", rich_help_panel=_LOAD
+        ),
+    ] = None,
+    arrivals: Annotated[
+        str, typer.Option(help="With --rate: constant, poisson or gamma.", rich_help_panel=_LOAD)
+    ] = "poisson",
+    cv: Annotated[
+        float, typer.Option(help="With gamma: coefficient of variation of the gaps.", rich_help_panel=_LOAD)
+    ] = 1.0,
+    users: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Users who each wait for an answer before they ask again (closed loop).",
+            rich_help_panel=_LOAD,
+        ),
+    ] = None,
+    think: Annotated[
+        float, typer.Option(min=0, help="Seconds that a user thinks.", rich_help_panel=_LOAD)
+    ] = 0.0,
+    duration: Annotated[float | None, typer.Option(help="Seconds of sending.", rich_help_panel=_LOAD)] = None,
+    seed: Annotated[int, typer.Option(help="Of prompts and arrivals.", rich_help_panel=_LOAD)] = 0,
+    slo_ttft: Annotated[
+        float | None, typer.Option(help="Most seconds to the first token.", rich_help_panel=_GOALS)
+    ] = None,
+    slo_tpot: Annotated[
+        float | None, typer.Option(help="Most seconds per further token.", rich_help_panel=_GOALS)
+    ] = None,
+    slo_e2e: Annotated[
+        float | None, typer.Option(help="Most seconds to the last token.", rich_help_panel=_GOALS)
+    ] = None,
+    timeout: Annotated[
+        float,
+        typer.Option(min=0.001, help="Seconds after which a request is given up.", rich_help_panel=_CAPS),
+    ] = 600.0,
+    max_in_flight: Annotated[
+        int | None, typer.Option(min=1, help="More requests wait in the client.", rich_help_panel=_CAPS)
+    ] = None,
+    max_requests: Annotated[int | None, typer.Option(min=1, rich_help_panel=_CAPS)] = None,
+    max_output_tokens: Annotated[int | None, typer.Option(min=1, rich_help_panel=_CAPS)] = None,
+    max_seconds: Annotated[float | None, typer.Option(rich_help_panel=_CAPS)] = None,
+) -> LoadChoice:
+    from perflab.load.drive import Limits
+    from perflab.measure.metrics import SLO
+    from perflab.studies.service_run import LoadChoice
+
+    return LoadChoice(
+        "synthetic" if data is None else "trace" if data.suffix == ".csv" else "prompts",
+        data,
+        input_tokens,
+        output_tokens,
+        requests,
+        rate,
+        arrivals,
+        cv,
+        users,
+        think,
+        duration,
+        SLO(slo_ttft, slo_tpot, slo_e2e),
+        timeout,
+        Limits(max_in_flight, max_requests, max_output_tokens, max_seconds),
+        seed,
+    )

@@ -17,8 +17,9 @@ from typing import Any, Protocol, Self
 
 from perflab.clock import NS_PER_S, Clock, seconds_to_ns
 from perflab.load.pacing import OpenLoop, Pacing
+from perflab.load.prompts import PromptEncoder
 from perflab.load.run import OnProgress, RunRecords
-from perflab.load.workloads import PromptEncoder, TimedRequest, Workload
+from perflab.load.workloads import TimedRequest, Workload
 from perflab.types import ClientHealth, RequestRecord, Sample, Span
 
 LAG_INTERVAL_S = 0.02
@@ -99,12 +100,14 @@ def run_service(make_service: Callable[[], Service], workload: Workload, **optio
 
 def new_loop() -> asyncio.AbstractEventLoop:
     """An event loop whose timers are good to tens of microseconds where the system has epoll."""
-    return asyncio.SelectorEventLoop(_FineSelector() if _FineSelector else None)
+    return asyncio.SelectorEventLoop(_fine_selector())
 
 
-if hasattr(selectors, "EpollSelector"):
+def _fine_selector() -> selectors.BaseSelector:
+    if not hasattr(selectors, "EpollSelector"):
+        return selectors.DefaultSelector()
 
-    class _FineSelector(selectors.EpollSelector):
+    class Fine(selectors.EpollSelector):
         """Epoll waits whole milliseconds; select(2) on the epoll descriptor waits microseconds."""
 
         def select(self, timeout: float | None = None) -> Any:
@@ -113,8 +116,7 @@ if hasattr(selectors, "EpollSelector"):
                 timeout = 0
             return super().select(timeout)
 
-else:
-    _FineSelector = None  # type: ignore[assignment,misc]
+    return Fine()
 
 
 class _Drive:

@@ -12,7 +12,8 @@ from perflab.clock import Clock
 from perflab.engine.drivers import AsyncEngine
 from perflab.engine.engine import Engine
 from perflab.errors import Rejected
-from perflab.load.workloads import PromptEncoder, TimedRequest
+from perflab.load.prompts import PromptEncoder
+from perflab.load.workloads import TimedRequest
 from perflab.types import EventRecord, Request, RequestRecord, StepRecord
 
 _ENGINES = tuple(
@@ -30,7 +31,8 @@ class EngineService:
         self.engine = engine
         self.clock: Clock = engine.clock
         self.outputs: dict[str, list[int]] = {}
-        self._encoder = PromptEncoder(engine.model.encode, engine.model.chat)
+        self.model: Any = engine.model  # as loaded, with its text side
+        self._encoder = PromptEncoder(self.model.encode, self.model.chat)
         self._seen = len(engine.steps), len(engine.events)
 
     async def __aenter__(self) -> Self:
@@ -50,7 +52,7 @@ class EngineService:
 
     def prepare(self, request: TimedRequest, encoder: PromptEncoder | None) -> TimedRequest:
         """The request with the token ids of its prompt."""
-        return replace(request, prompt=tuple((encoder or self._encoder).ids(request.prompt)))
+        return replace(request, prompt=tuple((encoder or self._encoder).ids(request.prompt, request.salt)))
 
     async def send(self, request: TimedRequest, record: RequestRecord) -> None:
         """Stream one request; the engine's own stamps become those of `record`."""
@@ -88,10 +90,9 @@ class EngineService:
                 return
 
     def describe(self) -> dict[str, Any]:
-        model = self.engine.model
         return {
             "kind": "engine",
-            "model": model.name,
-            "fingerprint": model.fingerprint,
+            "model": self.model.name,
+            "fingerprint": self.model.fingerprint,
             "engine": asdict(self.engine.config),
         }

@@ -6,14 +6,17 @@ Owns connections, request bodies and the spans of a request's way. What a stream
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Self
+from urllib.parse import urlsplit
 
 import aiohttp
 
 from perflab.clock import Clock, WallClock
 from perflab.errors import WorkloadError
+from perflab.load.prompts import Chat, PromptEncoder
 from perflab.load.sse import Answer, EventReader, add, loads, message
-from perflab.load.workloads import Chat, PromptEncoder, TimedRequest
+from perflab.load.workloads import TimedRequest
 from perflab.types import OUTCOME_OF, RequestRecord, Span
 
 PATHS = {"chat": "/chat/completions", "completions": "/completions"}
@@ -75,8 +78,17 @@ class HTTPService:
         async with self._session.get(f"{self.base}/models", trace_request_ctx={}) as answer:
             return str((await answer.json())["data"][0]["id"])
 
+    def describe(self) -> dict[str, Any]:
+        parts = urlsplit(self.base)
+        where = parts._replace(netloc=parts.netloc.rpartition("@")[2], query="").geturl()
+        return {"kind": "http", "url": where, "model": self.model, "endpoint": self.endpoint}
+
     def prepare(self, request: TimedRequest, encoder: PromptEncoder | None) -> TimedRequest:
-        return request
+        """The request with its words: messages for a chat, else text (or the token ids it is)."""
+        if encoder is None:
+            return request
+        made = encoder.chat if self.endpoint == "chat" else encoder.text
+        return replace(request, prompt=made(request.prompt, request.salt))
 
     def body(self, request: TimedRequest) -> dict[str, Any]:
         """The JSON body that asks for this."""
@@ -90,13 +102,9 @@ class HTTPService:
             body |= {"stream": True, "stream_options": {"include_usage": True}}
         prompt = request.prompt
         if self.endpoint == "completions":
-            body["prompt"] = prompt.user if isinstance(prompt, Chat) else prompt
+            body["prompt"] = prompt
         else:
-            user = prompt.user if isinstance(prompt, Chat) else prompt
-            system = prompt.system if isinstance(prompt, Chat) else None
-            body["messages"] = [{"role": "system", "content": system}] * (system is not None) + [
-                {"role": "user", "content": user}
-            ]
+            body["messages"] = (prompt if isinstance(prompt, Chat) else Chat(str(prompt))).messages
         return body
 
     async def send(self, request: TimedRequest, record: RequestRecord) -> None:

@@ -63,7 +63,7 @@ class RunRecords:
     outputs: dict[str, list[int]] = field(default_factory=dict)
     texts: dict[str, str] = field(default_factory=dict)
     telemetry: list[Sample] = field(default_factory=list)
-    client: ClientHealth = ClientHealth()
+    client: ClientHealth = field(default_factory=ClientHealth)
 
 
 OnProgress = Callable[[int, int], None]

@@ -12,7 +12,7 @@ from typing import Any
 try:
     from orjson import loads
 except ImportError:  # the standard library's is slower and does as well
-    from json import loads
+    from json import loads  # type: ignore[assignment]
 
 REASONING = ("reasoning_content", "reasoning")
 """Names under which servers send what a model thinks before it answers."""

@@ -6,6 +6,7 @@ Owns which facts are written down. Prompts, outputs, paths and keys are not amon
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import asdict, fields
 from datetime import UTC, datetime
 from typing import Any
@@ -14,7 +15,7 @@ from perflab.clock import NS_PER_S
 from perflab.load.run import RunRecords
 from perflab.load.workloads import PromptEncoder, Workload
 from perflab.measure.metrics import SLO
-from perflab.measure.validity import LATE_LIMIT_S, Expected, Noise, judge
+from perflab.measure.validity import LATE_LIMIT_S, Expected, Noise, Verdict, judge
 from perflab.models import machine
 from perflab.studies.define import Study, Variant
 
@@ -63,16 +64,77 @@ def describe_run(
             "load_s": {span.name: (span.end_ns - span.start_ns) / NS_PER_S for span in model.load_spans},
         },
         "engine": asdict(engine.config),
-        "workload": {
-            "name": workload.name,
-            "description": workload.description,
-            "source": workload.source,
-            "fingerprint": workload.fingerprint,
-            "requests": records.planned,
-            "prompt_tokens": sum(r.prompt_tokens for r in records.requests),
-            "output_tokens_asked": workload.output_tokens,
-            "open_loop": workload.open_loop,
-        },
+        "workload": _workload(workload, records, workload.open_loop),
+        **_judged(verdict, noise),
+    }
+
+
+def describe_service_run(
+    *,
+    kind: str,
+    variant: str,
+    service: Mapping[str, Any],
+    workload: Workload,
+    records: RunRecords,
+    load: Mapping[str, Any],
+    open_loop: bool,
+    noise: Noise,
+    slo: SLO | None = None,
+    number: int = 0,
+    exact_prompts: bool = True,
+) -> dict[str, Any]:
+    """The manifest of one run against a service, with its verdict, as JSON values.
+
+    `kind` names the command that ran it, `service` is `Service.describe()`, `load` what was declared
+    (no key, no path), `number` the round of a variant. Without `exact_prompts` the server's tokenizer
+    was unknown, and the lengths of prompts are what it says.
+    """
+    slo = slo or SLO()
+    expected = {
+        r.request_id: Expected(r.prompt_length if exact_prompts else None, r.output_length)
+        for r in workload.requests
+    }
+    verdict = judge(
+        records.requests,
+        planned=records.planned,
+        interrupted=records.interrupted,
+        expected=expected,
+        noise=noise,
+        open_loop=open_loop,
+    )
+    return {
+        "kind": kind,
+        "variant": variant,
+        "round": number,
+        "ended_at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "started_ns": records.started_ns,
+        "ended_ns": records.ended_ns,
+        "slo": {f.name: getattr(slo, f.name) for f in fields(SLO)},
+        "model": {"name": service.get("model")},
+        "service": dict(service),
+        "load": dict(load),
+        "workload": _workload(workload, records, open_loop),
+        "client": asdict(records.client),
+        **_judged(verdict, noise),
+    }
+
+
+def _workload(workload: Workload, records: RunRecords, open_loop: bool) -> dict[str, Any]:
+    return {
+        "name": workload.name,
+        "description": workload.description,
+        "source": workload.source,
+        "fingerprint": workload.fingerprint,
+        "requests": records.planned,
+        "prompt_tokens": sum(r.prompt_tokens for r in records.requests),
+        "output_tokens_asked": workload.output_tokens,
+        "open_loop": open_loop,
+    }
+
+
+def _judged(verdict: Verdict, noise: Noise) -> dict[str, Any]:
+    """The verdict, and the machine that it was found on."""
+    return {
         "noise": asdict(noise),
         "validity": {"reasons": [list(reason) for reason in verdict.reasons], "notes": list(verdict.notes)},
         "machine": machine.manifest(),
