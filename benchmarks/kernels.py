@@ -43,6 +43,7 @@ PREFILLS = (64, 512, 2048)
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 KV_DTYPES = {"fp32": np.float32, "bf16": np.uint16, "int8": np.int8}
 SAMPLE_S = 0.01  # a sample is as many calls as take so long
+SETTLE_S = 0.02
 
 Calls = Sequence[Callable[[], object]]
 
@@ -174,6 +175,9 @@ def _timer(calls: Calls) -> Callable[[], float]:
 
 
 def _per_call(turn: Iterator[Callable[[], object]], number: int) -> float:
+    """Torch's threads stay awake for some milliseconds after their last work: they are waited for."""
+    time.sleep(SETTLE_S)
+    next(turn)()
     start = time.perf_counter()
     for call in islice(turn, number):
         call()

@@ -171,8 +171,9 @@ template <int M, int W> INLINE void multiply_in_place(bool bf16, const uint8_t* 
   for (int m = 0; m < M; m++)
 #pragma GCC unroll 4
     for (int j = 0; j < W; j++) sums[m][j] = keep ? load<f32x16>(out + m * out_stride + 16 * j) * keep[m] : f32x16{};
-  for (int part = 0; part < parts; part++, x += 4 * groups)
-    for (int g = 0; g < groups; g++) {
+  Cursor<M> rows(x, stride);
+  for (int part = 0; part < parts; part++)
+    for (int g = 0; g < groups; g++, rows.advance()) {
       i32x16 v[W];
 #pragma GCC unroll 4
       for (int j = 0; j < W; j++) v[j] = load<i32x16>(w[part][j] + g * step);
@@ -181,7 +182,7 @@ template <int M, int W> INLINE void multiply_in_place(bool bf16, const uint8_t* 
         for (int j = 0; j < W; j++) __builtin_prefetch(ahead[part][j] + g * step, 0, 2);
 #pragma GCC unroll 8
       for (int m = 0; m < M; m++) {
-        i32x16 value = all_from(x + m * stride + 4 * g);
+        i32x16 value = rows.group(m);
 #pragma GCC unroll 4
         for (int j = 0; j < W; j++)
           sums[m][j] = bf16 ? dot2(sums[m][j], v[j], value) : dot(sums[m][j], (f32x16)v[j], (f32x16)value);

@@ -11,7 +11,7 @@ namespace {
 constexpr int ALONE = 4;           // up to so many rows, each member prepares all inputs for itself
 constexpr int ROW_BLOCK = 112;     // rows of one chunk of a large product
 constexpr int PIECE = 64;         // least context positions of a split
-constexpr int ITEMS_PER_THREAD = 8;
+constexpr int ITEMS_PER_THREAD = 4;
 
 int32_t divide_up(int64_t a, int64_t b) { return (int32_t)((a + b - 1) / b); }
 int64_t row_stride(int32_t k) { return divide_up(k, 64) * 64; }  // elements; also int4's padding

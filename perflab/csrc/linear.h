@@ -22,6 +22,27 @@ constexpr int ahead_of(int format) { return format == INT4 ? 2048 : 4096; }
 
 template <int M> struct Tile { f32x16 sums[M][2]; };
 
+// Where M rows are read. Every third one has a pointer and the others lie one or two strides behind it, which
+// an address holds by itself: a pointer for each row would be more than the processor has registers for.
+template <int M> struct Cursor {
+  const uint8_t* base[(M + 2) / 3];
+  int64_t stride;
+
+  INLINE_MEMBER Cursor(const uint8_t* x, int64_t stride) : stride(stride) {
+#pragma GCC unroll 8
+    for (int i = 0; i < (M + 2) / 3; i++) {
+      base[i] = x + 3 * i * stride;
+      asm("" : "+r"(base[i]));  // or the compiler finds its way back to a pointer a row
+    }
+  }
+  INLINE_MEMBER i32x16 group(int m) const { return all_from(base[m / 3] + m % 3 * stride); }
+  INLINE_MEMBER void advance() {
+#pragma GCC unroll 8
+    for (int i = 0; i < (M + 2) / 3; i++) base[i] += 4;
+    asm("" : "+r"(stride));
+  }
+};
+
 // Ask for the `LINES` cache lines of a group that are read later.
 template <int LINES> INLINE void fetch(const uint8_t* at) {
   if (LINES == 1) __builtin_prefetch(at, 0, 2);
@@ -29,24 +50,26 @@ template <int LINES> INLINE void fetch(const uint8_t* at) {
 }
 
 template <int M, int FETCH> INLINE void tile_f32(Tile<M>& t, const uint8_t* x, int64_t stride, const uint8_t* panel, int groups, const uint8_t* ahead) {
-  for (int g = 0; g < groups; g++, panel += 128, ahead += 64 * FETCH) {
+  Cursor<M> rows(x, stride);
+  for (int g = 0; g < groups; g++, panel += 128, ahead += 64 * FETCH, rows.advance()) {
     fetch<FETCH>(ahead);
     f32x16 w0 = load<f32x16>(panel), w1 = load<f32x16>(panel + 64);
 #pragma GCC unroll 16
     for (int m = 0; m < M; m++) {
-      f32x16 v = (f32x16)all_from(x + m * stride + 4 * g);
+      f32x16 v = (f32x16)rows.group(m);
       t.sums[m][0] = dot(t.sums[m][0], w0, v), t.sums[m][1] = dot(t.sums[m][1], w1, v);
     }
   }
 }
 
 template <int M, int FETCH> INLINE void tile_bf16(Tile<M>& t, const uint8_t* x, int64_t stride, const uint8_t* panel, int groups, const uint8_t* ahead) {
-  for (int g = 0; g < groups; g++, panel += 128, ahead += 64 * FETCH) {
+  Cursor<M> rows(x, stride);
+  for (int g = 0; g < groups; g++, panel += 128, ahead += 64 * FETCH, rows.advance()) {
     fetch<FETCH>(ahead);
     i32x16 w0 = load<i32x16>(panel), w1 = load<i32x16>(panel + 64);
 #pragma GCC unroll 16
     for (int m = 0; m < M; m++) {
-      i32x16 v = all_from(x + m * stride + 4 * g);
+      i32x16 v = rows.group(m);
       t.sums[m][0] = dot2(t.sums[m][0], w0, v), t.sums[m][1] = dot2(t.sums[m][1], w1, v);
     }
   }
@@ -57,12 +80,13 @@ template <int M, int FETCH> INLINE void tile_int8(Tile<M>& t, const uint8_t* x, 
   i32x16 sums[M][2];
 #pragma GCC unroll 16
   for (int m = 0; m < M; m++) sums[m][0] = sums[m][1] = all(-128 * rows.sums[first + m]);
-  for (int g = 0; g < groups; g++, panel += 128, ahead += 64 * FETCH) {
+  Cursor<M> at(x, stride);
+  for (int g = 0; g < groups; g++, panel += 128, ahead += 64 * FETCH, at.advance()) {
     fetch<FETCH>(ahead);
     i32x16 w0 = load<i32x16>(panel), w1 = load<i32x16>(panel + 64);
 #pragma GCC unroll 16
     for (int m = 0; m < M; m++) {
-      i32x16 v = all_from(x + m * stride + 4 * g);
+      i32x16 v = at.group(m);
       sums[m][0] = dot4(sums[m][0], w0, v), sums[m][1] = dot4(sums[m][1], w1, v);
     }
   }
