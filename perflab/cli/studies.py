@@ -5,6 +5,7 @@ Owns where a study goes by default and how its course is told. What a study does
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -81,19 +82,35 @@ def study(
 
 def report(
     folders: Annotated[
-        list[Path], typer.Argument(help="Studies or single runs, as `perflab study` left them.")
+        list[Path],
+        typer.Argument(help="What any command left: runs, studies, folders of runs. First: before."),
     ],
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="The file; default: report.html in the first.")
+        Path | None,
+        typer.Option("--out", "-o", help="File or folder; default: report.html in the first folder."),
     ] = None,
+    markdown: Annotated[
+        bool, typer.Option("--markdown", help="Print a summary in Markdown instead, for a pull request.")
+    ] = False,
+    compare_invalid: Annotated[
+        bool, typer.Option("--compare-invalid", help="Let runs with an invalid verdict into comparisons.")
+    ] = False,
 ) -> None:
-    """Render the report of studies or runs again, without running anything.
+    """Render any number of runs as one file, without running anything; several are compared.
 
-    Example: [bold]perflab report runs/optimisation-ladder-smollm2-135m[/bold]
+    Example: [bold]perflab report runs/before runs/after[/bold]
     """
-    from perflab.report.html import write_report
+    from perflab.report.html import save, summary_markdown, write_report
 
-    typer.echo(f"Report: {write_report(folders, out or folders[0] / 'report.html')}")
+    if markdown:
+        text = summary_markdown(folders, compare_invalid)
+        if out is None:
+            typer.echo(text, nl=False)
+        else:
+            typer.echo(f"Summary: {save(text, out, 'report.md')}")
+        return
+    written = write_report(folders, out or folders[0] / "report.html", compare_invalid)
+    typer.echo(f"Report: {written}")
 
 
 def _chosen(
@@ -123,10 +140,18 @@ def _chosen(
 
 
 def default_folder(study: Study) -> Path:
-    """Where a study goes: the same place for the same study, so that it is found again."""
+    """Where a study goes: the same place for the same study, so that it is found again.
+
+    Models of the same name in different places go to different ones: a hub id counts whole, a path by
+    a hash of where it leads.
+    """
     from perflab.studies.session import slug
 
-    return RUNS / slug(f"{study.name} {Path(study.model).name}")
+    model, place = study.model, ""
+    if Path(model).exists():
+        path = Path(model).resolve()
+        model, place = path.name, f" {hashlib.sha256(str(path).encode()).hexdigest()[:6]}"
+    return RUNS / slug(f"{study.name} {model}{place}")
 
 
 def _delete(folder: Path) -> None:

@@ -94,25 +94,40 @@ def reached(summaries: Sequence[Summary]) -> go.Figure:
                 )
         limits = {getattr(slo_of(run), limit_name) for s in summaries for run in s.runs} - {None}
         for limit in limits:
-            figure.add_vline(
-                x=limit,
-                line={"color": MUTED, "width": 1, "dash": "dash"},
-                annotation={
-                    "text": f"limit {units.seconds(limit)}",
-                    "font": {"size": 11, "color": MUTED},
-                    "y": 0.02,
-                    "yanchor": "bottom",
-                },
+            figure.add_vline(x=limit, line={"color": MUTED, "width": 1, "dash": "dash"}, row=1, col=column)
+            figure.add_annotation(
+                x=math.log10(limit),
+                y=2,
+                text=f"limit {units.seconds(limit)}",
+                font={"size": 11, "color": MUTED},
+                xanchor="left",
+                yanchor="bottom",
+                showarrow=False,
                 row=1,
                 col=column,
             )
-        figure.update_xaxes(type="log", title_text="seconds from the intended start", row=1, col=column)
+        ticks = time_ticks(low, edge)
+        figure.update_xaxes(
+            type="log",
+            title_text="from the intended start",
+            tickvals=ticks,
+            ticktext=[units.seconds(t, 1) for t in ticks],
+            row=1,
+            col=column,
+        )
     style(figure, 360, margin={"l": 10, "r": 30, "t": 76, "b": 46})
     figure.update_layout(legend={"y": 1.14})
     figure.update_annotations(selector={"yref": "paper"}, font={"size": 13, "color": INK})
     figure.update_yaxes(range=[0, 104], ticksuffix=" %")
     figure.update_yaxes(title_text="of all requests", row=1, col=1)
     return figure
+
+
+def time_ticks(low: float, high: float) -> list[float]:
+    """Values 1, 2 and 5 of each decade between two; the decades alone where that is too many."""
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    steps = (1, 2, 5) if len(decades) <= 4 else (1,)
+    return [v for d in decades for step in steps if low <= (v := step * 10.0**d) <= high]
 
 
 def changes(found: Sequence[tuple[Measure, stats.Comparison]], before: str) -> go.Figure:

@@ -56,9 +56,9 @@ def write_report(run_dirs: Sequence[Path], out: Path, compare_invalid: bool = Fa
     return save(render(parts(run_dirs, compare_invalid)), Path(out))
 
 
-def save(text: str, out: Path) -> Path:
-    """Write a whole file or none of it; into `report.html` where `out` is a directory."""
-    out = out / "report.html" if out.is_dir() else out
+def save(text: str, out: Path, name: str = "report.html") -> Path:
+    """Write a whole file or none of it; as `name` where `out` is a directory. Raises StoreError."""
+    out = out / name if out.is_dir() else out
     draft = out.with_name(f".{out.name}.draft")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)

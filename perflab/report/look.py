@@ -9,6 +9,14 @@ ACCENT, GOOD, BAD, UNSURE = "#2563eb", "#0f9d6b", "#d1453b", "#97a3b4"
 TONES = {"faster": GOOD, "slower": BAD, "cannot tell": UNSURE}
 SEGMENT_COLOURS = {
     "client queue": "#c3cad6",
+    "connect": "#94a3b8",
+    "send": "#0ea5e9",
+    "server wait": "#d9a441",
+    "first byte": "#f97316",
+    "stream": "#60a5fa",
+    "receive": "#84cc16",
+    "serialise": "#c084fc",
+    "unattributed": "#9ca3af",
     "tokenise": "#8b5cf6",
     "queue": "#e2b96b",
     "requeue": "#c98a2b",

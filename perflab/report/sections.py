@@ -91,7 +91,7 @@ def changes(analysis: Analysis) -> Section | None:
         "change",
         f"Before and after: “{base.name}” against “{last.name}”",
         takeaways.changes(analysis),
-        figures_service.changes(found, base.name) if any(c.ratio.value for _, c in found) else None,
+        figures_service.changes(found, base.name) if any(c.ratio.bounded for _, c in found) else None,
         tables_service.changes(analysis),
         note=f"The answer of the report rests on {analysis.measure.name} alone; of several figures looked at "
         "together, one in twenty would seem to change by chance.",
@@ -113,8 +113,8 @@ def percentiles(analysis: Analysis) -> Section:
 
 
 def frontier(analysis: Analysis) -> Section | None:
-    """Throughput against latency, where there is more than one point."""
-    if len(analysis.summaries) < 2:
+    """Throughput against latency, where there are enough points to choose from."""
+    if len(analysis.summaries) < (2 if analysis.kind == "study" else 3):
         return None
     return Section(
         "frontier",
@@ -148,7 +148,7 @@ def rates(analysis: Analysis) -> Section | None:
         "Rates: whole run and steady window",
         takeaways.rates(analysis),
         more=(("Windows", tables_service.windows(analysis)),),
-        unfolded=len(analysis.runs) <= 4,
+        unfolded=len(analysis.runs) <= 8,
         note="The steady window leaves out ramp and drain; its bounds are seconds since the run's start.",
     )
 

@@ -196,20 +196,23 @@ def compare_runs(
         return replace(result, answer="cannot tell", reason="the two were measured under different loads")
     if len(valid) < 2 and len(pairs) > len(valid):
         names = sorted({reason[0] for pair in pairs for run in pair[:2] for reason in run.reasons})
-        why = f"{len(valid) or 'none'} of {len(pairs)} pairs of runs valid: {', '.join(names)}"
+        share = f"{len(valid) or 'none'} of {len(pairs)} pairs of runs valid"
+        why = f"{share if len(pairs) > 1 else 'the only pair of runs is invalid'}: {', '.join(names)}"
         return replace(result, answer="cannot tell", reason=why)
     return result
 
 
 def same_load(a: Summary, b: Summary) -> bool:
-    """Whether two groups were asked the same. A salt differs between runs by design and does not count."""
+    """Whether two groups were asked the same. Salt and seed may differ from run to run."""
     return load_of(a.runs[0]) == load_of(b.runs[0])
 
 
 def load_of(run: Run) -> dict[str, Any]:
-    """What identifies the load of a run: its workload without the salt of its prompts."""
+    """What identifies the load of a run: its declaration where it has one, without the random seed."""
+    declared = run.manifest.get("load")
     workload = run.manifest.get("workload", {})
-    return {key: workload.get(key) for key in ("name", "description", "requests", "open_loop", "offered")}
+    wanted = ("name", "description", "requests", "open_loop")
+    return {k: v for k, v in (declared or {w: workload.get(w) for w in wanted}).items() if k != "seed"}
 
 
 def interleaved(a: Summary, b: Summary) -> bool:

@@ -6,6 +6,7 @@ Owns columns and wording of cells. Metrics are `measure`'s, groups `analysis`'.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -70,7 +71,7 @@ def changes(analysis: Analysis, compare_invalid: bool = False) -> Table:
                     Cell(units.detectable(found), tone="muted"),
                 )
             )
-    headers = ("run", "measure", f"before: {base.name}", "after", "times as fast", "answer", "detectable")
+    headers = ("run", "measure", "before", "after", "times as fast", "answer", "detectable")
     return Table(headers, tuple(rows), words=(0, 1, 5))
 
 
@@ -83,9 +84,9 @@ def changes_of(
 
 
 def _typical(s: Summary, measure: Measure) -> float | None:
-    """The median over the group's runs."""
-    values = sorted(v for run in s.used if (v := measure.of(run)) is not None)
-    return values[(len(values) - 1) // 2] if values else None
+    """The geometric mean over the group's runs, so that two of them have the ratio of their pairs."""
+    values = [v for run in s.used if (v := measure.of(run))]
+    return math.inf if math.inf in values else stats.geometric_mean(values).value
 
 
 def percentiles(summaries: Sequence[Summary]) -> Table:

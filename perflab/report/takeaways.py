@@ -5,6 +5,7 @@ Owns the wording. A sentence says no more than the intervals allow.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 from perflab.measure import metrics
@@ -13,6 +14,7 @@ from perflab.report.analysis import Analysis
 from perflab.report.figures import pareto
 from perflab.report.headlines import takeaway_steps
 from perflab.report.summary import Summary, interleaved, quality_words
+from perflab.types import RequestRecord
 
 
 def ladder(analysis: Analysis) -> str:
@@ -90,7 +92,9 @@ def where_time_goes(analysis: Analysis) -> str:
 
 
 def shown_in_timeline(analysis: Analysis) -> Summary:
-    """The best variant, or the last one where none is proven better than the baseline."""
+    """The best variant, or the last one where none is proven better than the baseline or it is no study."""
+    if analysis.kind != "study":
+        return analysis.summaries[-1]
     return analysis.best if analysis.best is not analysis.baseline else analysis.summaries[-1]
 
 
@@ -99,11 +103,20 @@ def timeline(analysis: Analysis) -> str:
     shown = shown_in_timeline(analysis)
     run = shown.typical
     if not run.steps:
-        return "No engine of ours ran, so there are no steps to show."
+        flying = in_flight_peak(run.requests)
+        seen = dict.fromkeys(sample.name for sample in run.telemetry)
+        also = f"; {len(seen)} quantities were sampled beside it" if seen else ""
+        return f"“{shown.name}” had at most {flying} requests in flight at once{also}."
     rows = sum(s.rows for s in run.steps) / len(run.steps)
     peak = max((s.kv_blocks_used / s.kv_blocks_total for s in run.steps if s.kv_blocks_total), default=None)
     kv = "" if peak is None else f"; running requests held at most {units.percent(peak, 0)} of the KV blocks"
     return f"“{shown.name}” computed {units.number(rows)} requests a step on average{kv}."
+
+
+def in_flight_peak(records: Sequence[RequestRecord]) -> int:
+    """The most requests that were sent and had not ended."""
+    changes = [(r.sent_ns, 1) for r in records] + [(r.end_ns, -1) for r in records if r.end_ns is not None]
+    return max(itertools.accumulate(change for _, change in sorted(changes)), default=0)
 
 
 def quality(analysis: Analysis) -> str:
@@ -125,8 +138,10 @@ def validity(analysis: Analysis) -> str:
     runs = analysis.runs
     bad = [run for run in runs if not run.valid]
     if not bad:
-        return f"All {len(runs)} runs are valid."
+        return f"All {len(runs)} runs are valid." if len(runs) > 1 else "The run is valid."
     names = sorted({reason[0] for run in bad for reason in run.reasons})
+    if len(runs) == 1:
+        return f"The run is invalid ({', '.join(names)})."
     return (
         f"{len(bad)} of {len(runs)} runs {'is' if len(bad) == 1 else 'are'} invalid ({', '.join(names)}); "
         f"comparisons leave {'it' if len(bad) == 1 else 'them'} out "
@@ -177,8 +192,8 @@ def percentiles(analysis: Analysis) -> str:
     for s in analysis.summaries[:3]:
         never = 1 - (s.completed_share if s.completed_share is not None else 1.0)
         lost = f", {units.percent(never)} never" if never > 0 else ""
-        half, most = _p(s, "E2E", 0.5), _p(s, "E2E", 0.99)
-        told.append(f"“{s.name}”: half of all answers within {half}, 99 % within {most}{lost}")
+        most = f"99 % within {_p(s, 'E2E', 0.99)}" if _p(s, "E2E", 0.99) != "∞" else "99 % not at all"
+        told.append(f"“{s.name}”: half of all answers within {_p(s, 'E2E', 0.5)}, {most}{lost}")
     few = [s for s in analysis.summaries if not s.latencies["E2E"][0.99].bounded]
     warning = (
         f" With {few[0].latencies['E2E'][0.99].n} requests a p99 is the slowest but few: read it as such."

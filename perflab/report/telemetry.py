@@ -5,26 +5,101 @@ Owns which sampled quantity belongs to which panel. Pure: a run in, plotly trace
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from typing import Any
 
+import plotly.graph_objects as go
+
+from perflab.clock import NS_PER_S
+from perflab.measure.telemetry import series
+from perflab.report.look import ACCENT, BAD, GOOD
 from perflab.studies.store import Run
+from perflab.types import Sample
+
+COLOURS = (ACCENT, GOOD, "#f59e0b", "#8b5cf6", BAD, "#38a89d", "#f472b6", "#a3a847")
+RUNNING = re.compile(
+    r"num_requests_running|num_running_reqs|requests_processing|batch_current_size|^running$"
+)
+WAITING = re.compile(r"num_requests_waiting|num_queue_reqs|requests_deferred|queue_size|^waiting$")
+KV_USE = re.compile(r"kv_cache_usage|gpu_cache_usage|token_usage|kv_use|kv_cache_util")
+MOST_LINES = 8
 
 
-def token_rate(run: Run, origin: int) -> list[Any]:
-    """Output tokens/s in equal bins, tokens and not chunks, for runs without steps of their own."""
-    return []
-
-
-def in_flight(run: Run, origin: int) -> list[Any]:
-    """Requests with and without a first token as the client sees them, and what the server says of itself."""
-    return []
+def served(run: Run, origin: int) -> list[Any]:
+    """Running and waiting requests as the server counts them."""
+    kinds = (("running, says the server", RUNNING, ACCENT), ("waiting, says the server", WAITING, "#e2b96b"))
+    found = []
+    for name, pattern, colour in kinds:
+        lines = _matching(run, pattern)
+        found += [_line(_summed(lines), origin, name, colour, dash="dot")] if lines else []
+    return found
 
 
 def kv_use(run: Run, origin: int) -> list[Any]:
     """The share of the KV cache that a server says it uses."""
-    return []
+    return [
+        _line(samples, origin, _label(name, labels), colour, scale=100.0)
+        for (name, labels, samples), colour in zip(_matching(run, KV_USE)[:MOST_LINES], COLOURS, strict=False)
+    ]
 
 
 def machine(run: Run, origin: int) -> list[Any]:
-    """Processor and GPU utilisation, and whatever else was sampled in per cent of something."""
-    return []
+    """How busy each core and GPU was; the mean over the cores where they are many."""
+    cores = _matching(run, re.compile("^core_busy$"))
+    gpus = _matching(run, re.compile("^gpu_busy$"))
+    lines = [(_label(name, labels), samples) for name, labels, samples in [*cores, *gpus]]
+    if len(cores) > 4:
+        lines = [("cores, mean", _mean(cores)), *lines[len(cores) :]]
+    return [
+        _line(samples, origin, label, colour, scale=100.0)
+        for (label, samples), colour in zip(lines[:MOST_LINES], COLOURS, strict=False)
+    ]
+
+
+def memory(run: Run, origin: int) -> list[Any]:
+    """Memory of the watched process and of each GPU, GiB."""
+    return [
+        _line(samples, origin, _label(name, labels), colour, scale=2.0**-30)
+        for (name, labels, samples), colour in zip(
+            _matching(run, re.compile("^(process_rss|gpu_memory)$"))[:MOST_LINES], COLOURS, strict=False
+        )
+    ]
+
+
+Line = tuple[str, tuple[tuple[str, str], ...], list[Sample]]
+
+
+def _matching(run: Run, pattern: re.Pattern[str]) -> list[Line]:
+    return [(n, labels, found) for (n, labels), found in series(run.telemetry).items() if pattern.search(n)]
+
+
+def _label(name: str, labels: Sequence[tuple[str, str]]) -> str:
+    told = " ".join(f"{key} {value}" for key, value in labels if key in ("core", "gpu"))
+    return f"{told} busy" if told and name.endswith("_busy") else f"{name} {told}".strip().replace("_", " ")
+
+
+def _summed(lines: Sequence[Line]) -> list[Sample]:
+    """One line of several that were read together (replicas, models): their sum at each time."""
+    totals: dict[int, float] = {}
+    for _, _, samples in lines:
+        for s in samples:
+            totals[s.time_ns] = totals.get(s.time_ns, 0.0) + s.value
+    return [Sample(t, "sum", {}, totals[t]) for t in sorted(totals)]
+
+
+def _mean(lines: Sequence[Line]) -> list[Sample]:
+    return [s._replace(value=s.value / len(lines)) for s in _summed(lines)]
+
+
+def _line(
+    samples: Sequence[Sample], origin: int, name: str, colour: str, scale: float = 1.0, dash: str = "solid"
+) -> Any:
+    return go.Scatter(
+        x=[(s.time_ns - origin) / NS_PER_S for s in samples],
+        y=[s.value * scale for s in samples],
+        mode="lines",
+        name=name,
+        line={"color": colour, "width": 1.6, "dash": dash},
+        hovertemplate=f"{name}: %{{y:.3~g}} at %{{x:.2f}} s<extra></extra>",
+    )

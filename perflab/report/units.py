@@ -28,14 +28,14 @@ def number(value: float | None, digits: int = 3) -> str:
     return f"{value:,.{places}f}"
 
 
-def seconds(value: float | None) -> str:
+def seconds(value: float | None, digits: int = 3) -> str:
     """µs, ms or s."""
     if value is None or not math.isfinite(value):
         return number(value)
     for unit, scale in (("µs", 1e-6), ("ms", 1e-3)):
-        if abs(value) < 1000 * scale:
-            return f"{number(value / scale)}{THIN}{unit}"
-    return f"{number(value)}{THIN}s"
+        if abs(value) < 999.5 * scale:
+            return f"{number(value / scale, digits)}{THIN}{unit}"
+    return f"{number(value, digits)}{THIN}s"
 
 
 def times(value: float | None) -> str:
