@@ -27,6 +27,10 @@ class WorkloadError(PerflabError, ValueError):
     """A workload, prompt file or study file cannot be read or makes no sense."""
 
 
+class ServiceError(PerflabError):
+    """A server cannot be reached, or does not speak the API that was asked of it."""
+
+
 class StoreError(PerflabError):
     """A run directory is missing, incomplete or written by an incompatible version."""
 

@@ -181,6 +181,8 @@ class RequestRecord:
     count_source: str = "token_ids"  # token_ids > usage > retokenised > chunks
     first_content_ns: int | None = None  # first chunk of the content channel; reasoning is not content
     server_prompt_tokens: int | None = None  # as the server counted them
+    server_output_tokens: int | None = None
+    retokenised_tokens: int | None = None  # of the output, with the client's tokenizer
     requested_tokens: int | None = None  # the most tokens that were asked for
     reasoning_tokens: int | None = None  # of `output_tokens`, as the server counted them
     attempts: int = 1  # sends, retries among them; the time of all is in the record

@@ -39,6 +39,10 @@ class Service(Protocol):
         ...
 
     async def send(self, request: TimedRequest, record: RequestRecord) -> None: ...
+    def settle(self) -> None:
+        """After the run: complete the records with what would have cost time during it."""
+        ...
+
     def describe(self) -> dict[str, Any]: ...
 
 
@@ -159,6 +163,7 @@ class _Drive:
         for sampler in samplers:
             sampler.cancel()
         await asyncio.gather(*samplers, return_exceptions=True)
+        self.service.settle()
         return RunRecords(
             self.records,
             list(getattr(self.service, "steps", ())),

@@ -6,7 +6,7 @@ Owns the copying of the engine's own records. Opens no socket.
 from __future__ import annotations
 
 from dataclasses import asdict, fields, replace
-from typing import Any, Self
+from typing import Any, Self, cast
 
 from perflab.clock import Clock
 from perflab.engine.drivers import AsyncEngine
@@ -31,7 +31,7 @@ class EngineService:
         self.engine = engine
         self.clock: Clock = engine.clock
         self.outputs: dict[str, list[int]] = {}
-        self.model: Any = engine.model  # as loaded, with its text side
+        self.model = cast(Any, engine.model)  # as it was loaded, with its text side
         self._encoder = PromptEncoder(self.model.encode, self.model.chat)
         self._seen = len(engine.steps), len(engine.events)
 
@@ -88,6 +88,9 @@ class EngineService:
                 record.spans, record.token_ns = list(own.spans), list(own.token_ns)
                 record.chunk_tokens, record.error = list(own.chunk_tokens), own.error or error
                 return
+
+    def settle(self) -> None:
+        """Nothing is left to do: the engine stamps and counts by itself."""
 
     def describe(self) -> dict[str, Any]:
         return {

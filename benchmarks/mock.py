@@ -1,0 +1,182 @@
+"""An OpenAI-compatible server without a model, as fast as one core can be: what a client is measured with.
+
+    python -m benchmarks.mock --port 8001 --core 0 [--ttft 0.1 --gap 0.02]
+
+Answers at once, or with the first token after `--ttft` seconds and one every `--gap`. An answer has as
+many tokens as `max_tokens` asks, each a chunk and a send of its own; the prompt counts as one token
+per word. Prints `ready` when it listens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import lru_cache
+
+MAX_TOKENS = re.compile(rb'"max_(?:completion_)?tokens": ?(\d+)')
+NO_STREAM = re.compile(rb'"stream": ?false')
+HEAD = (
+    b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream; charset=utf-8\r\nTransfer-Encoding: chunked\r\n\r\n"
+)
+END = b"data: [DONE]\n\n"
+
+
+def framed(event: bytes) -> bytes:
+    """A chunk of HTTP's chunked encoding."""
+    return b"%x\r\n%s\r\n" % (len(event), event)
+
+
+def event(**facts: object) -> bytes:
+    """A server-sent event in OpenAI's form."""
+    body = {"id": "mock", "object": "chat.completion.chunk", "created": 0, "model": "mock", **facts}
+    return b"data: " + json.dumps(body).encode() + b"\n\n"
+
+
+TOKEN = framed(
+    event(choices=[{"index": 0, "delta": {"content": " mock"}, "text": " mock", "finish_reason": None}])
+)
+
+
+@lru_cache(maxsize=4096)
+def last(tokens: int, prompt: int) -> bytes:
+    """The end of a stream: reason, usage, `[DONE]`."""
+    usage = {"prompt_tokens": prompt, "completion_tokens": tokens, "total_tokens": prompt + tokens}
+    reason = event(choices=[{"index": 0, "delta": {}, "text": "", "finish_reason": "length"}])
+    return framed(reason) + framed(event(choices=[], usage=usage)) + framed(END) + b"0\r\n\r\n"
+
+
+@lru_cache(maxsize=4096)
+def whole(tokens: int, prompt: int) -> bytes:
+    """A body that was not streamed."""
+    text = " mock" * tokens
+    usage = {"prompt_tokens": prompt, "completion_tokens": tokens, "total_tokens": prompt + tokens}
+    choice = {
+        "index": 0,
+        "message": {"role": "assistant", "content": text},
+        "text": text,
+        "finish_reason": "length",
+    }
+    body = {"id": "mock", "object": "chat.completion", "created": 0, "model": "mock", "choices": [choice]}
+    return plain(json.dumps(body | {"usage": usage}).encode())
+
+
+def plain(body: bytes) -> bytes:
+    head = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+    return head % len(body) + body
+
+
+MODELS = plain(json.dumps({"object": "list", "data": [{"id": "mock", "object": "model"}]}).encode())
+HEALTH = plain(b"{}")
+
+
+class Connection(asyncio.Protocol):
+    """One keep-alive connection; requests come one after the other."""
+
+    ttft = gap = 0.0
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self.transport, self.rest = transport, b""
+        self.loop = asyncio.get_running_loop()
+        transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def data_received(self, data: bytes) -> None:
+        self.rest = data = self.rest + data if self.rest else data
+        head, found, body = data.partition(b"\r\n\r\n")
+        if not found:
+            return
+        at = head.lower().find(b"content-length:")
+        length = int(head[at + 15 :].split(b"\r\n", 1)[0]) if at >= 0 else 0
+        if len(body) < length:
+            return
+        self.rest = body[length:]
+        self.answer(head, body[:length])
+
+    def answer(self, head: bytes, body: bytes) -> None:
+        write = self.transport.write
+        if head.startswith(b"GET"):
+            write(MODELS if b"/models" in head[:60] else HEALTH)
+            return
+        asked = MAX_TOKENS.search(body)
+        tokens, prompt = int(asked[1]) if asked else 16, body.count(b" ")
+        if not self.ttft and not self.gap:
+            if NO_STREAM.search(body) or b'"stream"' not in body:
+                write(whole(tokens, prompt))
+                return
+            write(HEAD)
+            for _ in range(tokens):
+                write(TOKEN)
+            write(last(tokens, prompt))
+            return
+        start = self.loop.time() + self.ttft
+        write(HEAD)
+        self.loop.call_at(start, self.token, start, 0, tokens, prompt)
+
+    def token(self, start: float, i: int, tokens: int, prompt: int) -> None:
+        """Token `i`, due at start + i · gap; times do not drift."""
+        if self.transport.is_closing():
+            return
+        self.transport.write(TOKEN)
+        if i + 1 == tokens:
+            self.transport.write(last(tokens, prompt))
+            return
+        self.loop.call_at(start + (i + 1) * self.gap, self.token, start, i + 1, tokens, prompt)
+
+
+async def serve(port: int) -> None:
+    server = await asyncio.get_running_loop().create_server(Connection, "127.0.0.1", port, backlog=2048)
+    print("ready", flush=True)
+    await server.serve_forever()
+
+
+@contextlib.contextmanager
+def running(port: int, core: int | None = None, ttft: float = 0.0, gap: float = 0.0) -> Iterator[str]:
+    """A mock in a process of its own; gives its address."""
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.mock",
+        "--port",
+        str(port),
+        "--ttft",
+        str(ttft),
+        "--gap",
+        str(gap),
+    ]
+    command += [] if core is None else ["--core", str(core)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline().strip() == "ready", "the mock did not start: is the port in use?"
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--port", type=int, default=8001)
+    parser.add_argument("--core", type=int, help="the only core to run on")
+    parser.add_argument("--ttft", type=float, default=0.0, help="seconds until the first token")
+    parser.add_argument("--gap", type=float, default=0.0, help="seconds between tokens")
+    chosen = parser.parse_args()
+    if chosen.core is not None:
+        os.sched_setaffinity(0, {chosen.core})
+    Connection.ttft, Connection.gap = chosen.ttft, chosen.gap
+    from perflab.load.drive import new_loop
+
+    with contextlib.suppress(KeyboardInterrupt), asyncio.Runner(loop_factory=new_loop) as runner:
+        runner.run(serve(chosen.port))
+
+
+if __name__ == "__main__":
+    main()
