@@ -6,7 +6,10 @@ Times are integer nanoseconds of a monotonic clock. `WallClock` serves real requ
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import time
+from pathlib import Path
 from typing import Protocol
 
 NS_PER_S = 1_000_000_000
@@ -35,6 +38,19 @@ class WallClock:
     def sleep_until(self, time_ns: int) -> None:
         while (left := time_ns - self.now()) > 0:
             time.sleep(left / NS_PER_S)
+
+
+@functools.cache
+def clock_id() -> str | None:
+    """The same for all processes that share `WallClock`'s origin: a hash of this machine's boot id.
+
+    None where the system has none; nobody then knows that two clocks are one.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_bytes()
+    except OSError:
+        return None
+    return hashlib.blake2b(boot, digest_size=8).hexdigest()
 
 
 class VirtualClock:

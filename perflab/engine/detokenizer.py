@@ -63,6 +63,15 @@ class Detokenizer:
         return TextStream(decoder, tuple(stop))
 
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """One token by itself, a special one too; where only text can be had of it, that text."""
+        if self._tokenizer is None:
+            return b""
+        if self._table is not None:
+            return self._table[token_id]
+        return self._tokenizer.decode([token_id], skip_special_tokens=False).encode()
+
+
 class TextStream:
     """The text of one request, cut just before the earliest stop string.
 

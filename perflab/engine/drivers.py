@@ -49,6 +49,10 @@ class EngineThread:
         self._wake.set()
         return future
 
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
     def close(self) -> None:
         """End what is left and join the thread."""
         with self._lock:
@@ -113,6 +117,11 @@ class AsyncEngine:
 
     async def __aexit__(self, *_: object) -> None:
         await asyncio.to_thread(self._thread.close)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the engine's thread lives."""
+        return self._thread.is_alive
 
     @property
     def num_streams(self) -> int:
