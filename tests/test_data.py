@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from perflab.load.workloads import from_prompts, from_trace
+from perflab.load.traces import from_prompts, from_trace
 
 DATA = Path(__file__).resolve().parent.parent / "data"
 SETS = {"chat": 24, "shared_document_qa": 18, "code": 16, "summarise": 10, "chinese_english": 16}

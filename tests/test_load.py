@@ -13,18 +13,11 @@ from fake_target import FakeEngine, FakeModel
 from perflab.config import EngineConfig
 from perflab.errors import WorkloadError
 from perflab.load.arrivals import Arrivals
+from perflab.load.build import build
+from perflab.load.prompts import Chat, PromptEncoder, Synthetic
 from perflab.load.run import run_load
-from perflab.load.workloads import (
-    Chat,
-    PromptEncoder,
-    Synthetic,
-    TimedRequest,
-    Workload,
-    build,
-    from_prompts,
-    from_trace,
-    synthetic,
-)
+from perflab.load.traces import from_prompts, from_trace
+from perflab.load.workloads import TimedRequest, Workload, synthetic
 from perflab.measure import latency, metrics
 from perflab.types import SamplingParams
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import count
 from typing import Protocol
 
 from perflab.clock import NS_PER_S, Clock, seconds_to_ns
 from perflab.errors import WorkloadError
-from perflab.load.workloads import TimedRequest, Workload
+from perflab.load.workloads import TimedRequest, Workload, in_sessions
 
 Send = Callable[[TimedRequest, int], Awaitable[object]]
 """Sends one request, given its intended start in ns, and returns when it has ended, in whatever way."""
@@ -121,19 +122,17 @@ class ClosedLoop:
 
         async def user() -> None:
             nonlocal left
-            intended = start_ns
+            ended, think_s = start_ns, 0.0
             for chain in chains:
                 for request in chain:
+                    intended = ended + seconds_to_ns(max(think_s, request.think_s))
                     if left == 0 or (end_ns is not None and intended >= end_ns):
                         return
+                    left = None if left is None else left - 1
                     if not await _wait(clock, intended, stop):
                         return
-                    if left is not None:
-                        if left == 0:
-                            return
-                        left -= 1
                     await send(request, intended)
-                    intended = clock.now() + seconds_to_ns(self.think_s or request.think_s)
+                    ended, think_s = clock.now(), self.think_s
 
         async with asyncio.TaskGroup() as group:
             for _ in range(self.users):
@@ -141,29 +140,15 @@ class ClosedLoop:
 
     def _chains(self, workload: Workload) -> Iterator[tuple[TimedRequest, ...]]:
         """Sessions, or single requests, in order and again from the start as often as needed."""
-        sessions: dict[str, list[TimedRequest]] = {}
-        for request in workload.requests:
-            sessions.setdefault(request.session_id or request.request_id, []).append(request)
-        again = 0
-        while sessions:
-            for chain in sessions.values():
-                yield tuple(_repeated(request, again) for request in chain)
-            again += 1
-
-
-def _repeated(request: TimedRequest, again: int) -> TimedRequest:
-    if not again:
-        return request
-    session = None if request.session_id is None else f"{request.session_id}~{again}"
-    return replace(
-        request,
-        request_id=f"{request.request_id}~{again}",
-        session_id=session,
-    )
+        sessions = in_sessions(workload.requests)
+        for again in count() if sessions else ():
+            for chain in sessions:
+                yield tuple(request.repeated(again) for request in chain)
 
 
 async def _wait(clock: Clock, time_ns: int, stop: asyncio.Event) -> bool:
-    """Wait until a time; False, at once, where the run is stopped."""
+    """Wait until a time; False, at once, where the run is stopped. Lets others run in any case."""
+    await asyncio.sleep(0)
     while not stop.is_set() and (left := time_ns - clock.now()) > 0:
         try:
             await asyncio.wait_for(stop.wait(), left / NS_PER_S)

@@ -161,7 +161,7 @@ def _submit(engine: Target, timed: TimedRequest, encoder: PromptEncoder, start: 
     """Send one request; False where the engine refused it (it is recorded as rejected)."""
     intended = start + seconds_to_ns(timed.arrival_s)
     turn = clock.now()
-    ids = encoder.ids(timed.prompt)
+    ids = encoder.ids(timed.prompt, timed.salt)
     ready = turn if isinstance(timed.prompt, tuple) else clock.now()
     spans = (Span("client_queue", intended, turn), Span("tokenise", turn, ready))
     request = Request(

@@ -1,57 +1,45 @@
-"""What is asked: a list of requests with prompts, sampling parameters and intended starts.
+"""What is asked of a service: requests with prompts, lengths and intended starts.
 
-Owns prompts and their exact lengths. Knows a model only through its tokenizer, and no engine.
+Owns workloads and how they are made and mixed. What prompts are is `prompts`, what files hold is
+`traces`; sends nothing.
 """
 
 from __future__ import annotations
 
-import csv
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
-from typing import Any
+
+import numpy as np
 
 from perflab.errors import WorkloadError
 from perflab.load.arrivals import Arrivals
-from perflab.load.text import TEXT
+from perflab.load.prompts import Blocks, Chat, Prompt, PromptEncoder, Synthetic
+from perflab.measure.metrics import SLO
 from perflab.types import SamplingParams
 
-
-@dataclass(frozen=True, slots=True)
-class Synthetic:
-    """A prompt of exactly `tokens` tokens, cut from plain prose with any tokenizer.
-
-    Its first `shared_tokens` are those of document number `document`, the same in every prompt
-    that names it; the rest depends on `seed`.
-    """
-
-    tokens: int
-    seed: int = 0
-    document: int = 0
-    shared_tokens: int = 0
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.shared_tokens <= self.tokens or self.tokens < 1:
-            raise WorkloadError(f"a prompt of {self.tokens} tokens cannot share {self.shared_tokens} of them")
-
-
-@dataclass(frozen=True, slots=True)
-class Chat:
-    """A user message with an optional system message, sent through the model's chat template."""
-
-    user: str
-    system: str | None = None
-
-
-Prompt = str | tuple[int, ...] | Synthetic | Chat
+__all__ = [
+    "Blocks",
+    "Chat",
+    "Prompt",
+    "PromptEncoder",
+    "Synthetic",
+    "TimedRequest",
+    "TrafficClass",
+    "Workload",
+    "mix",
+    "synthetic",
+]
 
 
 @dataclass(frozen=True, slots=True)
 class TimedRequest:
     """One request of a workload; `arrival_s` and `deadline_s` count from the start of the run and
-    from the intended start."""
+    from the intended start.
+
+    A turn of a session is sent no sooner than `think_s` after the end of the turn before.
+    """
 
     request_id: str
     prompt: Prompt
@@ -62,13 +50,14 @@ class TimedRequest:
     deadline_s: float | None = None
     session_id: str | None = None
     turn: int = 0
-    think_s: float = 0.0  # after the end of the session's turn before
+    think_s: float = 0.0
+    again: int = 0  # how often the workload asked the same before
     salt: str = field(default="", compare=False)  # of one run; see `Workload.salted`
 
     @property
     def prompt_length(self) -> int | None:
         """Tokens of the prompt where the workload fixes them."""
-        if isinstance(self.prompt, Synthetic):
+        if isinstance(self.prompt, Synthetic | Blocks):
             return self.prompt.tokens
         return len(self.prompt) if isinstance(self.prompt, tuple) else None
 
@@ -77,16 +66,32 @@ class TimedRequest:
         """Tokens of the output where the workload fixes them (`ignore_eos` and a limit)."""
         return self.params.max_tokens if self.params.ignore_eos and not self.params.stop else None
 
+    def repeated(self, times: int) -> TimedRequest:
+        """The same request asked once more, as another one: with its own id, session and salt."""
+        if not times:
+            return self
+        return replace(
+            self,
+            request_id=f"{self.request_id}~{times}",
+            session_id=self.session_id and f"{self.session_id}~{times}",
+            again=self.again + times,
+            salt=self.salt and f"{self.salt}.{times}",
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Requests in order of arrival. The same workload asks the same of every variant."""
+    """Requests in order of arrival. The same workload asks the same of every variant.
+
+    `slos` holds the limits of each request class that has its own.
+    """
 
     name: str
     requests: tuple[TimedRequest, ...]
     description: str = ""
     open_loop: bool = False
     source: str = field(default="", compare=False)
+    slos: Mapping[str, SLO] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         ids = [r.request_id for r in self.requests]
@@ -97,8 +102,8 @@ class Workload:
 
     @property
     def fingerprint(self) -> str:
-        """A hash of everything that is asked; equal for equal work."""
-        rows = [[type(r.prompt).__name__, asdict(r)] for r in self.requests]
+        """A hash of everything that is asked; equal for equal work, whatever its salt."""
+        rows = [[type(r.prompt).__name__, {**asdict(r), "salt": ""}] for r in self.requests]
         return hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()[:16]
 
     @property
@@ -113,55 +118,23 @@ class Workload:
             chosen = tuple(replace(r, params=_shorter(r.params, max_tokens)) for r in chosen)
         return replace(self, requests=chosen)
 
+    def salted(self, salt: str) -> Workload:
+        """Every prompt begins with `salt`, inside its exact length, so that nothing is in a server's
+        prefix cache from an earlier run. One salt for all of a run: what requests were meant to share
+        (documents, sessions) they still share; a prompt that is asked again gets another one.
+        """
+        salts = (f"{salt}.{r.again}" if r.again else salt for r in self.requests)
+        made = tuple(replace(r, salt=s) for r, s in zip(self.requests, salts, strict=True))
+        return replace(self, requests=made)
+
 
 def _shorter(params: SamplingParams, max_tokens: int) -> SamplingParams:
     limit = min(params.max_tokens or max_tokens, max_tokens)
     return replace(params, max_tokens=limit, min_tokens=min(params.min_tokens, limit))
 
 
-class PromptEncoder:
-    """Turns prompts into token ids with one model's tokenizer; owns the encoded page of prose.
-
-    `encode` and `chat` are those of `LoadedModel`.
-    """
-
-    def __init__(
-        self, encode: Callable[[str], list[int]], chat: Callable[[Any], list[int]] | None = None
-    ) -> None:
-        self._encode, self._chat = encode, chat
-        self._pool: list[int] | None = None
-        self._start: list[int] = []
-
-    def ids(self, prompt: Prompt) -> list[int]:
-        """Token ids of a prompt; exactly as many as asked where the length is fixed."""
-        if isinstance(prompt, str):
-            return self._encode(prompt)
-        if isinstance(prompt, Chat):
-            messages = [{"role": "user", "content": prompt.user}]
-            if prompt.system is not None:
-                messages.insert(0, {"role": "system", "content": prompt.system})
-            if self._chat is None:
-                return self._encode("\n".join(m["content"] for m in messages))
-            return self._chat(messages)
-        if isinstance(prompt, Synthetic):
-            return self._synthetic(prompt)
-        return list(prompt)
-
-    def _synthetic(self, prompt: Synthetic) -> list[int]:
-        if self._pool is None:
-            self._start = self._encode("")  # a BOS, where the tokenizer adds one
-            self._pool = self._encode(TEXT)[len(self._start) :]
-        shared = self._cut(prompt.document * 977, prompt.shared_tokens)
-        own = self._cut(prompt.seed * 613 + 331, prompt.tokens - prompt.shared_tokens)
-        return (self._start + shared + own)[: prompt.tokens]
-
-    def _cut(self, offset: int, n: int) -> list[int]:
-        assert self._pool is not None
-        size = len(self._pool)
-        return [self._pool[(offset + i) % size] for i in range(n)]
-
-
-def _greedy(max_tokens: int, exact: bool) -> SamplingParams:
+def asked(max_tokens: int, exact: bool) -> SamplingParams:
+    """Greedy, up to `max_tokens`, or exactly as many."""
     return SamplingParams(max_tokens=max_tokens, ignore_eos=exact)
 
 
@@ -176,136 +149,91 @@ def synthetic(
     seed: int = 0,
     name: str = "synthetic",
     description: str = "",
+    duration_s: float | None = None,
 ) -> Workload:
     """Prompts of exactly `input_tokens`, outputs of exactly `output_tokens` (cycled over requests).
 
     `shared_tokens` of each prompt come from one of `documents` documents in turn; every
-    `unshared_every`-th request shares nothing.
+    `unshared_every`-th request shares nothing. With `duration_s` as many requests as arrive in it.
     """
     if not output_tokens:
         raise WorkloadError("output_tokens is empty: give one number of tokens or more")
     arrivals = arrivals or Arrivals()
+    times = arrivals.times(requests if duration_s is None else None, seed, duration_s)
     made = []
-    for i, arrival in enumerate(arrivals.times(requests, seed)):
+    for i, arrival in enumerate(times):
         alone = bool(unshared_every) and (i + 1) % unshared_every == 0
         prompt = Synthetic(input_tokens, 1000 * seed + i, i % documents, 0 if alone else shared_tokens)
-        params = _greedy(output_tokens[i % len(output_tokens)], exact=True)
+        params = asked(output_tokens[i % len(output_tokens)], exact=True)
         made.append(TimedRequest(f"{name}-{i:03d}", prompt, params, arrival))
     return Workload(name, tuple(made), description, arrivals.open_loop)
 
 
-def from_prompts(
-    path: Path,
-    arrivals: Arrivals | None = None,
-    max_tokens: int = 128,
-    limit: int | None = None,
-    ignore_eos: bool = False,
-    seed: int = 0,
-) -> Workload:
-    """A workload from JSON Lines with `prompt`, and optionally `id`, `category`, `system`, `document`.
+@dataclass(frozen=True, slots=True)
+class TrafficClass:
+    """One kind of request in a mixed load: its share of the requests is its weight's share."""
 
-    A document is put before its question, so that questions on one document share a prefix.
-    Raises WorkloadError naming the line at fault.
-    """
-    rows = []
-    for number, line in enumerate(_read(path).splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
+    name: str
+    workload: Workload
+    weight: float = 1.0
+    slo: SLO | None = None
+    priority: int = 0
+    deadline_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if not (self.weight > 0 and self.workload.requests):
             raise WorkloadError(
-                f"{path}:{number}: not JSON ({error.msg}); each line holds one object"
-            ) from None
-        if not isinstance(row, dict) or not isinstance(row.get("prompt"), str):
-            raise WorkloadError(f'{path}:{number}: an object with the text "prompt" is needed')
-        rows.append(row)
-    rows = rows[:limit]
-    if not rows:
-        raise WorkloadError(f"{path}: holds no prompt")
-    arrivals = arrivals or Arrivals()
-    made = []
-    for i, (row, arrival) in enumerate(zip(rows, arrivals.times(len(rows), seed), strict=True)):
-        text = row["prompt"] if row.get("document") is None else f"{row['document']}\n\n{row['prompt']}"
-        made.append(
-            TimedRequest(
-                str(row.get("id", f"{path.stem}-{i:04d}")),
-                Chat(text, row.get("system")),
-                _greedy(max_tokens, ignore_eos),
-                arrival,
-                request_class=str(row.get("category", "default")),
+                f"class {self.name!r}: weight={self.weight} must be above 0, its workload not empty"
             )
-        )
-    return Workload(path.stem, tuple(made), f"prompts of {path.name}", arrivals.open_loop, source=path.name)
 
 
-def from_trace(
-    path: Path,
-    limit: int | None = None,
-    speed: float = 1.0,
-    max_input: int = 1024,
-    max_output: int = 256,
+def mix(
+    classes: Sequence[TrafficClass],
+    arrivals: Arrivals,
+    requests: int | None = None,
+    duration_s: float | None = None,
     seed: int = 0,
+    name: str = "mix",
 ) -> Workload:
-    """A workload from a CSV trace with the columns arrival_s, input_tokens and output_tokens.
+    """Classes merged into one load: at each arrival one is drawn by weight and asks its next request.
 
-    Prompts are synthetic and of the trace's lengths, cut at `max_input`; outputs are of its lengths,
-    cut at `max_output`. `speed` 2 replays twice as fast. Raises WorkloadError naming the row at fault.
+    A class that ran through its workload begins again. A session is drawn as a whole; its later turns
+    keep their distance in time from its first. Raises WorkloadError for classes of one name.
     """
-    if speed <= 0:
-        raise WorkloadError(f"speed={speed}: must be above 0")
-    reader = csv.DictReader(_read(path).splitlines())
-    if missing := {"arrival_s", "input_tokens", "output_tokens"} - set(reader.fieldnames or ()):
-        raise WorkloadError(f"{path}: the columns {', '.join(sorted(missing))} are missing")
-    rows = []
-    for number, row in enumerate(reader, 2):
-        try:
-            rows.append((float(row["arrival_s"]), int(row["input_tokens"]), int(row["output_tokens"])))
-        except (TypeError, ValueError):
-            raise WorkloadError(f"{path}:{number}: {dict(row)} does not hold three numbers") from None
-        if min(rows[-1]) < 0 or min(rows[-1][1:]) < 1:
-            raise WorkloadError(f"{path}:{number}: arrival must be 0 or more, token counts 1 or more")
-    rows = sorted(rows)[:limit]
-    if not rows:
-        raise WorkloadError(f"{path}: holds no request")
-    made = [
-        TimedRequest(
-            f"{path.stem}-{i:05d}",
-            Synthetic(min(n_in, max_input), 1000 * seed + i),
-            _greedy(min(n_out, max_output), exact=True),
-            (arrival - rows[0][0]) / speed,
-        )
-        for i, (arrival, n_in, n_out) in enumerate(rows)
-    ]
-    return Workload(path.stem, tuple(made), f"trace {path.name} at {speed:g}× speed", True, source=path.name)
+    names = [c.name for c in classes]
+    if not names or len(set(names)) != len(names):
+        raise WorkloadError(f"classes {names}: one or more are needed, each with its own name")
+    weights = np.array([c.weight for c in classes])
+    times = arrivals.times(requests, seed, duration_s)
+    drawn = np.random.default_rng([seed, 0x6D6978]).choice(
+        len(classes), len(times), p=weights / weights.sum()
+    )
+    chains = [in_sessions(c.workload.requests) for c in classes]
+    used = [0] * len(classes)
+    made: list[TimedRequest] = []
+    for arrival, k in zip(times, drawn.tolist(), strict=True):
+        chosen, (again, at) = classes[k], divmod(used[k], len(chains[k]))
+        used[k] += 1
+        for request in chains[k][at]:
+            made.append(
+                replace(
+                    request.repeated(again),
+                    request_id=f"{chosen.name}-{request.repeated(again).request_id}",
+                    session_id=request.session_id and f"{chosen.name}-{request.repeated(again).session_id}",
+                    arrival_s=arrival + request.arrival_s - chains[k][at][0].arrival_s,
+                    request_class=chosen.name,
+                    priority=chosen.priority,
+                    deadline_s=request.deadline_s if chosen.deadline_s is None else chosen.deadline_s,
+                )
+            )
+    slos = {c.name: c.slo for c in classes if c.slo is not None}
+    made.sort(key=lambda r: r.arrival_s)  # stable: turns keep their order
+    return Workload(name, tuple(made), f"mix of {', '.join(names)}", arrivals.open_loop, slos=slos)
 
 
-def _read(path: Path) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise WorkloadError(f"{path}: cannot be read ({error}); check the path") from None
-
-
-def build(spec: Mapping[str, Any], base: Path = Path()) -> Workload:
-    """A workload from its declaration, as a study file holds it.
-
-    `{kind: synthetic | prompts | trace, …}`; the other keys are the arguments of `synthetic`,
-    `from_prompts` and `from_trace`, `arrivals` being `{kind, rate_per_s, cv}`. Paths are relative
-    to `base`. Raises WorkloadError for an unknown kind or argument.
-    """
-    options = dict(spec)
-    kind = options.pop("kind", "synthetic")
-    try:
-        if isinstance(options.get("arrivals"), Mapping):
-            options["arrivals"] = Arrivals(**options["arrivals"])
-        if kind == "synthetic":
-            return synthetic(**options)
-        if kind in ("prompts", "trace"):
-            path = base / options.pop("path")
-            return from_prompts(path, **options) if kind == "prompts" else from_trace(path, **options)
-    except KeyError as error:
-        raise WorkloadError(f"workload of kind {kind!r} needs {error}") from None
-    except TypeError as error:
-        raise WorkloadError(f"workload of kind {kind!r}: {error}") from None
-    raise WorkloadError(f"workload kind={kind!r}: choose one of synthetic, prompts, trace")
+def in_sessions(requests: Iterable[TimedRequest]) -> list[tuple[TimedRequest, ...]]:
+    """Requests by session, turns in order; a request without a session stands alone."""
+    found: dict[str, list[TimedRequest]] = {}
+    for request in requests:
+        found.setdefault(request.session_id or f"\0{request.request_id}", []).append(request)
+    return [tuple(chain) for chain in found.values()]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,8 @@ import yaml
 
 from perflab.config import EngineConfig, check_types
 from perflab.errors import ConfigError, WorkloadError
-from perflab.load.workloads import Workload, build
+from perflab.load.build import build
+from perflab.load.workloads import Workload
 from perflab.measure.metrics import SLO
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -170,27 +171,39 @@ def load_study_file(path: Path) -> Study:
         raise WorkloadError(f"{path}: cannot be read ({error}); check the path") from None
     except yaml.YAMLError as error:
         raise WorkloadError(f"{path}: not YAML: {error}") from None
-    if not isinstance(raw, dict):
-        raise WorkloadError(
-            f"{path}: a study file is a mapping with the keys name, model, workload and variants"
-        )
-    known = {f.name for f in fields(Study)}
-    if unknown := sorted(set(map(str, raw)) - known):
-        raise WorkloadError(
-            f"{path}: unknown keys {', '.join(unknown)}; known are {', '.join(sorted(known))}"
-        )
-    if missing := {"name", "model", "workload", "variants"} - set(raw):
-        raise WorkloadError(f"{path}: the keys {', '.join(sorted(missing))} are missing")
     try:
+        given = _keys(raw, Study, "a study file")
+        if not isinstance(given["workload"], Mapping):
+            raise WorkloadError(
+                f"workload: {given['workload']!r}: must be keys and values, `kind` among them"
+            )
+        if not isinstance(given["variants"], list):
+            raise WorkloadError(
+                f"variants: {given['variants']!r}: must be a list, each with a name and a config"
+            )
+        if not isinstance(notes := given.get("notes") or [], list):
+            raise WorkloadError(f"notes: {notes!r}: must be a list of sentences")
         values = {
-            **raw,
-            "workload": build(raw["workload"], path.parent),
-            "variants": tuple(Variant(**v) for v in raw["variants"]),
-            "slo": SLO(**(raw.get("slo") or {})),
-            "notes": tuple(raw.get("notes") or ()),
+            **given,
+            "workload": build(given["workload"], path.parent),
+            "variants": tuple(Variant(**_keys(v, Variant, "a variant")) for v in given["variants"]),
+            "slo": SLO(**_keys(given.get("slo") or {}, SLO, "slo")),
+            "notes": tuple(notes),
         }
         return Study(**values)
     except (TypeError, ValueError) as error:
         if isinstance(error, WorkloadError | ConfigError) and str(path) in str(error):
             raise
         raise WorkloadError(f"{path}: {error}") from None
+
+
+def _keys(given: Any, kind: type, what: str) -> dict[str, Any]:
+    """A mapping of a file, with no key that `kind` lacks and none missing that it needs."""
+    known = {f.name: f.default is MISSING and f.default_factory is MISSING for f in fields(kind)}
+    if not isinstance(given, Mapping):
+        raise WorkloadError(f"{what}: {given!r}: must be keys and values; its keys are {', '.join(known)}")
+    if unknown := sorted(set(map(str, given)) - set(known)):
+        raise WorkloadError(f"{what}: unknown keys {', '.join(unknown)}; known are {', '.join(known)}")
+    if missing := [name for name, needed in known.items() if needed and name not in given]:
+        raise WorkloadError(f"{what}: the keys {', '.join(missing)} are missing")
+    return dict(given)

@@ -16,7 +16,7 @@ from typing import Any
 
 from perflab.config import EngineConfig
 from perflab.errors import WorkloadError
-from perflab.load import workloads
+from perflab.load.build import build
 from perflab.load.drive import Limits, Service, run_service
 from perflab.load.pacing import ClosedLoop, OpenLoop, Pacing
 from perflab.load.prompts import PromptEncoder
@@ -131,7 +131,7 @@ class LoadChoice:
             spec["max_tokens"] = self.output_tokens
         if self.rate_per_s and self.kind != "trace":
             spec["arrivals"] = arrivals
-        return workloads.build(spec | dict(self.options))
+        return build(spec | dict(self.options))
 
     def _count(self) -> int:
         if self.rate_per_s and self.duration_s:
