@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,6 +31,7 @@ def test_there_are_notebooks() -> None:
     assert {path.name for path in NOTEBOOKS} >= {
         "00_quickstart.ipynb",
         "01_where_the_time_goes.ipynb",
+        "02_batching.ipynb",
         "10_hardware_limits.ipynb",
     }
 
@@ -76,6 +78,7 @@ GUESS = lessons.Prediction("How many times?", 3.0, "×")
         (Estimate(5.0, 2.0, 8.0, 3), "cannot tell", "so does much else"),
         (Estimate(1.5, 1.4, 1.6, 3), "too high", "was too high"),
         (Estimate(None), "cannot tell", "Nothing was measured"),
+        (lessons.counted(4.0), "too low", "counted 4×"),
     ],
 )
 def test_judging_a_prediction(measured: Estimate, answer: str, words: str) -> None:
@@ -126,6 +129,7 @@ def test_stream_panel_shows_the_whole_text(bench: lessons.Bench, capsys: pytest.
     assert record.output_tokens == 6
     figure = panels.token_times(record)
     assert len(figure.data[0].y) == 6
+    assert record.last_token_ns is not None
     assert sum(figure.data[0].y) == pytest.approx((record.last_token_ns - record.intended_ns) / 1e6)
 
 
@@ -137,16 +141,26 @@ def test_explorer_measures_each_setting_once() -> None:
         return Decomposition("x", tokens * 1e-3, {"prefill forward": tokens * 0.9e-3})
 
     explorer = panels.explore_split(measure, (16, 64), (1, 2))
-    explorer.prompt.value = 64
-    explorer.requests.value = 2
-    explorer.prompt.value = 16
-    explorer.requests.value = 1
+    prompt, requests = explorer.sliders.values()
+    prompt.value = 64
+    requests.value = 2
+    prompt.value = 16
+    requests.value = 1
     assert asked == [(16, 1), (64, 1), (64, 2), (16, 2)]
     bars = explorer.figure.data[0].y
     assert list(bars) == ["64 tokens × 1", "64 tokens × 2", "16 tokens × 2", "16 tokens × 1"]
-    explorer.shares.value = True
+
+
+def test_explorer_shows_shares_without_measuring_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[Any] = []
+    monkeypatch.setattr(panels, "display", shown.append)
+    parts = Decomposition("x", 2.0, {"prefill forward": 1.8})
+    explorer = panels.explore_split(lambda tokens, requests: parts, (16,), (1,))
+    assert explorer.figure.data[0].x[0] == pytest.approx(1.8)
+    shares = shown[0].children[0].children[1]
+    shares.value = True
     assert explorer.figure.data[0].x[0] == pytest.approx(90)
-    assert len(asked) == 4
+    assert len(explorer.results) == 1
 
 
 def test_verdict_panel_reads_the_slider_when_it_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:

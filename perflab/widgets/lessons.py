@@ -7,10 +7,10 @@ what these return.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from perflab.config import EngineConfig
 from perflab.load.run import RunRecords, run_load
@@ -23,6 +23,7 @@ from perflab.studies.session import EngineMaker
 from perflab.types import Request, RequestRecord, SamplingParams, TokenEvent
 
 Progress = Callable[[str], None]
+K = TypeVar("K")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,9 @@ def judge(prediction: Prediction, measured: stats.Estimate, tolerance: float = 0
         return Verdict("cannot tell", "Nothing was measured, so nothing can be said about the prediction.")
     unit, guess, value = prediction.unit, prediction.value, measured.value
     mine, shown = f"Your prediction of {guess:.3g}{unit}", f"measured {value:.3g}{unit}"
-    if measured.bounded:
+    if measured.bounded and measured.low == measured.high:
+        shown = f"counted {value:.3g}{unit}"
+    elif measured.bounded:
         shown += f" ({measured.confidence:.0%} interval {measured.low:.3g} to {measured.high:.3g})"
     else:
         shown += " (one run, so without an interval)"
@@ -107,37 +110,42 @@ class Bench:
                 for event in engine.step():
                     yield event, engine.records[-1]
 
+    def rounds(
+        self,
+        cases: Mapping[K, tuple[EngineConfig, Workload]],
+        rounds: int = 3,
+        progress: Progress | None = None,
+    ) -> dict[K, list[RunRecords]]:
+        """Run every case in turn, `rounds` times, after a warm-up of each; runs by case, in order.
+
+        The order turns around from round to round (ABC, CBA, …), so that a machine that slows down
+        favours none.
+        """
+        say = progress or (lambda message: None)
+        done: dict[K, list[RunRecords]] = {name: [] for name in cases}
+        for name, (config, workload) in cases.items():
+            say(f"warming up: {name}")
+            self.run(config, workload.first(2, max_tokens=2))
+        for number in range(rounds):
+            for name in cases if number % 2 == 0 else reversed(list(cases)):
+                say(f"round {number + 1} of {rounds}: {name}")
+                done[name].append(self.run(*cases[name]))
+        return done
+
     def paired(
         self,
-        variants: dict[str, EngineConfig],
+        variants: Mapping[str, EngineConfig],
         workload: Workload,
         rounds: int = 3,
         progress: Progress | None = None,
     ) -> Paired:
-        """Run `workload` under two configurations in turn, `rounds` times, after a warm-up of each.
-
-        The order turns around from round to round (AB, BA, …), so that a machine that slows down
-        favours neither. Raises ValueError unless there are two.
-        """
+        """Two configurations under one load, in turn. Raises ValueError unless there are two."""
         if len(variants) != 2:
             raise ValueError(f"{len(variants)} variants: a pair needs two")
-        say = progress or (lambda message: None)
-        first, second = variants
-        rates: dict[str, list[float]] = {name: [] for name in variants}
-        last: dict[str, RunRecords] = {}
-        for name, config in variants.items():
-            say(f"warming up: {name}")
-            self.run(config, workload.first(2, max_tokens=2))
-        for number in range(rounds):
-            for name in (first, second) if number % 2 == 0 else (second, first):
-                say(f"round {number + 1} of {rounds}: {name}")
-                last[name] = self.run(variants[name], workload)
-                rate = metrics.throughput(last[name].requests)
-                assert rate is not None
-                assert rate.output_tokens_per_s is not None
-                rates[name].append(rate.output_tokens_per_s)
-        comparison = stats.compare(rates[first], rates[second])
-        return Paired((first, second), comparison, (rates[first], rates[second]), (last[first], last[second]))
+        runs = self.rounds({name: (config, workload) for name, config in variants.items()}, rounds, progress)
+        (first, a), (second, b) = runs.items()
+        rates = [tokens_per_s(run) for run in a], [tokens_per_s(run) for run in b]
+        return Paired((first, second), stats.compare(*rates), rates, (a[-1], b[-1]))
 
     def split(
         self, prompt_tokens: int, requests: int, output_tokens: int, config: EngineConfig | None = None
@@ -153,6 +161,55 @@ class Bench:
         found = latency.average(done.requests, done.steps)
         assert found is not None, "every request of a synthetic load completes"
         return found
+
+
+def tokens_per_s(run: RunRecords) -> float:
+    """Output tokens per second over the whole run."""
+    rate = metrics.throughput(run.requests)
+    assert rate is not None
+    assert rate.output_tokens_per_s is not None
+    return rate.output_tokens_per_s
+
+
+def tokens_computed(run: RunRecords) -> int:
+    """Tokens that went through the model, those computed again among them."""
+    return sum(step.prefill_tokens + step.decode_tokens for step in run.steps)
+
+
+def empty_seats(run: RunRecords, seats: int) -> float:
+    """Share (0 to 1) of seats × steps in which no request had the seat."""
+    return 1 - sum(step.rows for step in run.steps) / (seats * len(run.steps))
+
+
+def batches(requests: Sequence[RequestRecord]) -> list[list[RequestRecord]]:
+    """Requests by batch, where one forms only when the one before it has left altogether."""
+    found: list[list[RequestRecord]] = []
+    for record in sorted(requests, key=lambda record: record.first_step):
+        if found and record.first_step <= max(mate.last_step for mate in found[-1]):
+            found[-1].append(record)
+        else:
+            found.append([record])
+    return found
+
+
+def tokens_held(run: RunRecords) -> list[int]:
+    """Positions whose keys and values running requests need, after each step.
+
+    Not for runs with preemption; what requests share counts for each of them.
+    """
+    return [
+        sum(
+            r.prompt_tokens + step.index - r.first_token_step
+            for r in run.requests
+            if r.first_token_step <= step.index < r.last_step
+        )
+        for step in run.steps
+    ]
+
+
+def counted(value: float) -> stats.Estimate:
+    """A figure that is the same in every run, because it counts work and not time."""
+    return stats.Estimate(value, value, value)
 
 
 MODEL_SEGMENTS = ("prefill forward", "decode forward")

@@ -7,8 +7,9 @@ Every function displays and returns no widget, so that a cell ends without a rep
 from __future__ import annotations
 
 import html
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Generic, TypeVar
 
 import ipywidgets as widgets
 import plotly.graph_objects as go
@@ -74,7 +75,7 @@ def predict(question: str, low: float, high: float, start: float, step: float = 
         min=low,
         max=high,
         step=step,
-        readout_format=".1f",
+        readout_format=".0f" if step >= 1 else ".1f",
         layout=widgets.Layout(width="420px"),
     )
     row = widgets.HBox([widgets.Label("My prediction:"), slider, widgets.Label(unit)])
@@ -189,51 +190,55 @@ def describe_split(parts: Decomposition) -> str:
     )
 
 
-def slider(name: str, values: Sequence[int]) -> Any:
+def slider(name: str, values: Sequence[Any], start: Any = None) -> Any:
     """A slider over `values` that tells its new one when it is let go."""
     return widgets.SelectionSlider(
         options=values,
+        value=values[0] if start is None else start,
         description=name,
         continuous_update=False,
-        style={"description_width": "120px"},
-        layout=widgets.Layout(width="420px"),
+        style={"description_width": "150px"},
+        layout=widgets.Layout(width="450px"),
     )
 
 
-class SplitExplorer:
-    """Two sliders, one bar for each setting tried; a setting that was measured is not run again."""
+class Explorer(Generic[T]):
+    """Sliders by name, and what was measured at each setting tried; none is measured twice.
+
+    `draw` gets what was tried by setting, the newest last, at most `MOST_BARS` of them; `describe`
+    says the newest in HTML.
+    """
 
     def __init__(
         self,
-        measure: Callable[[int, int], Decomposition],
-        prompt_tokens: tuple[int, ...],
-        requests: tuple[int, ...],
+        sliders: Mapping[str, Sequence[Any]],
+        measure: Callable[..., T],
+        draw: Callable[[dict[tuple[Any, ...], T]], go.Figure],
+        describe: Callable[[T], str],
+        start: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        self._measure = measure
-        self.results: dict[tuple[int, int], Decomposition] = {}
-        self.prompt = slider("prompt tokens", prompt_tokens)
-        self.requests = slider("requests at once", requests)
-        self.shares = widgets.Checkbox(value=False, description="as shares", indent=False)
+        self._measure, self._draw, self._describe = measure, draw, describe
+        self.results: dict[tuple[Any, ...], T] = {}
+        self.sliders = {name: slider(name, values, start.get(name)) for name, values in sliders.items()}
         self.figure = go.FigureWidget(look.style(go.Figure(), 260))
         self.caption = _html("")
-        for control in (self.prompt, self.requests, self.shares):
+        for control in self.sliders.values():
             control.observe(self.update, names="value")
 
     def update(self, change: Any = None) -> None:
         """Measure what the sliders say, if need be, and draw."""
-        setting = (self.prompt.value, self.requests.value)
+        setting = tuple(control.value for control in self.sliders.values())
         if setting in self.results:
-            self.results[setting] = self.results.pop(setting)  # the newest bar is the lowest
+            self.results[setting] = self.results.pop(setting)  # the newest is the last
         else:
             self.caption.value = card("measuring …", look.MUTED)
             self.results[setting] = self._measure(*setting)
-        self.caption.value = card(describe_split(self.results[setting]))
-        self._draw()
+        self.caption.value = card(self._describe(self.results[setting]))
+        self.redraw()
 
-    def _draw(self) -> None:
-        newest = list(self.results.items())[-MOST_BARS:]
-        names = {f"{tokens} tokens × {count}": parts for (tokens, count), parts in newest}
-        drawn = splits(names, self.shares.value)
+    def redraw(self, change: Any = None) -> None:
+        """Draw what was measured."""
+        drawn = self._draw(dict(list(self.results.items())[-MOST_BARS:]))
         with self.figure.batch_update():
             self.figure.data = []
             self.figure.add_traces(drawn.data)
@@ -241,14 +246,26 @@ class SplitExplorer:
             self.figure.layout.width = WIDTH
 
 
+def explore(explorer: Explorer[Any], *beside: widgets.Widget) -> None:
+    """Show an explorer, other controls beside its sliders, with its first setting measured."""
+    controls = widgets.HBox([widgets.VBox(list(explorer.sliders.values())), *beside])
+    display(widgets.VBox([controls, explorer.caption, explorer.figure]))
+    explorer.update()
+
+
 def explore_split(
     measure: Callable[[int, int], Decomposition],
     prompt_tokens: tuple[int, ...] = (16, 64, 128, 256),
     requests: tuple[int, ...] = (1, 2, 4, 8),
-) -> SplitExplorer:
+) -> Explorer[Decomposition]:
     """Sliders over prompt length and batch; `measure(prompt_tokens, requests)` runs the engine."""
-    panel = SplitExplorer(measure, prompt_tokens, requests)
-    controls = widgets.HBox([widgets.VBox([panel.prompt, panel.requests]), panel.shares])
-    display(widgets.VBox([controls, panel.caption, panel.figure]))
-    panel.update()
-    return panel
+    shares = widgets.Checkbox(value=False, description="as shares", indent=False)
+    explorer = Explorer(
+        {"prompt tokens": prompt_tokens, "requests at once": requests},
+        measure,
+        lambda found: splits({f"{t} tokens × {n}": parts for (t, n), parts in found.items()}, shares.value),
+        describe_split,
+    )
+    shares.observe(explorer.redraw, names="value")
+    explore(explorer, shares)
+    return explorer

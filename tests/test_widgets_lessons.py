@@ -1,0 +1,84 @@
+"""What the lessons show, on a tiny model: figures that follow the records, counts that come out by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from perflab.config import EngineConfig
+from perflab.load.run import RunRecords
+from perflab.load.workloads import synthetic
+from perflab.models.tiny import tiny
+from perflab.widgets import batching, lessons, panels
+
+
+@pytest.fixture(scope="module")
+def bench() -> lessons.Bench:
+    return lessons.Bench(tiny("llama"))
+
+
+def bars(figure: Any, name: str) -> list[Any]:
+    return [trace for trace in figure.data if trace.name == name]
+
+
+def test_rounds_turn_around(bench: lessons.Bench) -> None:
+    said: list[str] = []
+    cases = {n: (EngineConfig(max_num_seqs=n), synthetic(n, 4, (2,))) for n in (1, 2, 3)}
+    runs = bench.rounds(cases, 2, said.append)
+    assert [line.split(": ")[1] for line in said if line.startswith("round")] == list("123321")
+    assert {n: [len(run.requests) for run in done] for n, done in runs.items()} == {
+        1: [1, 1],
+        2: [2, 2],
+        3: [3, 3],
+    }
+
+
+@pytest.fixture(scope="module")
+def mixed(bench: lessons.Bench) -> dict[str, RunRecords]:
+    load = synthetic(6, 8, (2, 5))
+    return {
+        name: bench.run(EngineConfig(max_num_seqs=2, batching=name, prefix_cache=False), load)  # type: ignore[arg-type]
+        for name in ("static", "continuous")
+    }
+
+
+def test_a_static_batch_keeps_its_seats(mixed: dict[str, RunRecords]) -> None:
+    static, continuous = mixed["static"], mixed["continuous"]
+    assert len(static.steps) == 3 * 5
+    assert lessons.empty_seats(static, 2) == pytest.approx(1 - 3 * 7 / 30)
+    assert lessons.empty_seats(continuous, 2) < lessons.empty_seats(static, 2)
+    assert [len(batch) for batch in lessons.batches(static.requests)] == [2, 2, 2]
+
+
+def test_seats_are_drawn_step_by_step(mixed: dict[str, RunRecords]) -> None:
+    figure = batching.seats(mixed, kept=["static"])
+    kept, free = bars(figure, "empty seat")
+    assert list(kept.x) == [3, 0, 3, 0, 3, 0]
+    assert list(kept.base) == [2, 5, 7, 10, 12, 15]
+    assert set(free.x) == {0}
+    assert list(bars(figure, "waits")[0].x) == [0, 0, 5, 5, 10, 10]
+    whole = [sum(trace.x[i] for trace in figure.data[:3]) for i in range(6)]
+    assert whole == [record.last_step + 1 for record in mixed["static"].requests]
+    assert "static: 15 steps, 30.0" in figure.layout.annotations[0].text
+
+
+def test_sizes_stand_beside_what_would_be_free(bench: lessons.Bench) -> None:
+    cases = {n: (EngineConfig(max_num_seqs=n), synthetic(n, 4, (3,))) for n in (2, 4)}
+    runs = bench.rounds(cases, 2)
+    ideal, rates, gaps = batching.sizes(runs).data
+    assert ideal.y[0] == rates.y[0]
+    assert ideal.y[1] == 2 * rates.y[0]
+    low, high = sorted(lessons.tokens_per_s(run) for run in runs[4])
+    assert low <= rates.y[1] <= high
+    assert len(gaps.y) == 2
+
+
+def test_the_policies_are_explored_one_by_one(bench: lessons.Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(panels, "display", lambda *shown: None)
+    explorer = batching.explore_arrivals(bench, 3, 4, (2,), (1, 2, 4), (0, 1, 5), (2, 1))
+    assert list(explorer.results) == [(policy, 2, 1, 1) for policy in ("static", "dynamic", "continuous")]
+    names = ["static 2, gap 1 ms", "dynamic 2, 1 ms, gap 1 ms", "continuous 2, gap 1 ms"]
+    assert list(explorer.figure.data[0].y) == names
+    assert "tokens/s</b>" in explorer.caption.value
+    assert all(r.outcome == "completed" for run in explorer.results.values() for r in run.requests)
