@@ -8,14 +8,26 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fake_runs import bench
 
 from perflab import cli
 from perflab.errors import ModelError
+from perflab.studies import store
 
-COMMANDS = (("model", "fetch"), ("model", "path"), ("generate",), ("doctor",), ("study",), ("report",))
+COMMANDS = (
+    ("model", "fetch"),
+    ("model", "path"),
+    ("generate",),
+    ("doctor",),
+    ("study",),
+    ("report",),
+    ("bench",),
+    ("serve",),
+)
 Run = Callable[..., tuple[int, str, str]]
 
 
@@ -249,6 +261,46 @@ def test_options_override_what_the_file_says(
         "auto",
         False,
     )
+
+
+def test_a_report_goes_into_a_folder_or_onto_the_screen(run: Run, tmp_path: Path) -> None:
+    for name, ttft in (("before", 100.0), ("after", 50.0)):
+        store.write_run(tmp_path / name, bench(ttft_ms=ttft))
+    folders = str(tmp_path / "before"), str(tmp_path / "after")
+    (tmp_path / "out").mkdir()
+    code, out, _ = run("report", *folders, "--out", str(tmp_path / "out"))
+    assert code == 0
+    assert out == f"Report: {tmp_path / 'out' / 'report.html'}\n"
+    code, out, _ = run("report", *folders, "--markdown")
+    assert code == 0
+    assert out.startswith("# ")
+    assert "## Before and after: “before” against “after”" in out
+    code, out, _ = run("report", *folders, "--markdown", "--out", str(tmp_path / "out"))
+    assert (tmp_path / "out" / "report.md").read_text(encoding="utf-8").startswith("# ")
+
+
+def test_a_damaged_study_is_one_sentence(run: Run, tmp_path: Path) -> None:
+    store.write_run(tmp_path / "runs" / "one", bench())
+    (tmp_path / "study.json").write_text('{"fingerprint": "x"}', encoding="utf-8")
+    code, out, err = run("report", str(tmp_path))
+    assert code == 1
+    assert out == ""
+    assert "Traceback" not in err
+    assert "run again" in err
+
+
+def test_models_of_one_name_go_to_folders_of_their_own(tmp_path: Path) -> None:
+    from perflab.cli.studies import default_folder
+
+    def folder(model: str) -> str:
+        return default_folder(SimpleNamespace(name="ladder", model=model)).name  # type: ignore[arg-type]
+
+    for place in ("a", "b"):
+        (tmp_path / place / "mine").mkdir(parents=True)
+    paths = [folder(str(tmp_path / place / "mine")) for place in ("a", "b")]
+    assert len({*paths, folder("mine"), folder("ORG/mine"), folder("OTHER/mine")}) == 5
+    assert paths[0] == folder(f"{tmp_path}/b/../a/mine")
+    assert folder("mine") == "ladder-mine"
 
 
 def test_a_report_of_nothing_says_so(run: Run, tmp_path: Path) -> None:

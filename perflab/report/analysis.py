@@ -80,6 +80,8 @@ def parts(paths: Sequence[Path], compare_invalid: bool = False) -> list[Analysis
         for kind in dict.fromkeys(map(kind_of, source.runs)):
             name = str(source.study.get("name") or path) if kind in ("study", "sweep", "compare") else ""
             runs = [run for run in source.runs if kind_of(run) == kind]
+            if kind in ("sweep", "compare") and not (path / f"{kind}.json").exists():
+                kind, name = "bench", ""  # one of its runs alone is a run like any other
             if kind == "study" and not source.study:
                 name = str(runs[0].manifest.get("study", ""))
             found.setdefault((kind, name), []).append(_Source(path, runs, source.study, source.extra))

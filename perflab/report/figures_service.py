@@ -111,7 +111,7 @@ def reached(summaries: Sequence[Summary]) -> go.Figure:
             type="log",
             title_text="from the intended start",
             tickvals=ticks,
-            ticktext=[units.seconds(t, 1) for t in ticks],
+            ticktext=[units.seconds(t, 2 if edge < 6 * low else 1) for t in ticks],
             row=1,
             col=column,
         )
@@ -124,7 +124,12 @@ def reached(summaries: Sequence[Summary]) -> go.Figure:
 
 
 def time_ticks(low: float, high: float) -> list[float]:
-    """Values 1, 2 and 5 of each decade between two; the decades alone where that is too many."""
+    """Values 1, 2 and 5 of each decade between two; more of them where the two are close, the decades
+    alone where they are far apart."""
+    if high < 6 * low:
+        raw = (high - low) / 5
+        step = next(s for k in (1, 2, 5, 10) if (s := k * 10.0 ** math.floor(math.log10(raw))) >= raw)
+        return [i * step for i in range(math.ceil(low / step), math.floor(high / step) + 1)]
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     steps = (1, 2, 5) if len(decades) <= 4 else (1,)
     return [v for d in decades for step in steps if low <= (v := step * 10.0**d) <= high]

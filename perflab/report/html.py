@@ -40,7 +40,8 @@ class Part:
     anchor: str
     headline: Headline
     validity: str
-    valid: bool
+    valid: bool  # every run
+    counts: bool  # any run
     tiles: list[dict[str, str]]
     sections: list[Section]
     failures: dict[str, str]
@@ -115,6 +116,7 @@ def _part(analysis: Analysis, index: int, count: int) -> Part:
         headline(analysis),
         takeaways.validity(analysis),
         all(run.valid for run in analysis.runs),
+        any(run.valid for run in analysis.runs),
         tiles(analysis),
         [replace(s, anchor=f"{prefix}{s.anchor}") for s in sections(analysis)],
         dict(analysis.failures),

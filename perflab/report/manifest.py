@@ -29,7 +29,7 @@ def about(analyses: Sequence[Analysis]) -> list[tuple[str, str]]:
     services = dict.fromkeys(str((run.manifest.get("service") or {}).get("url") or "") for run in runs)
     asked = [
         f"{workload.get('requests', len(runs[0].requests))} requests a run",
-        str(workload.get("description", "")),
+        str(workload.get("description", "")) or _asked(first.get("load") or {}),
     ]
     return [
         ("model", ", ".join(name for name in models if name)),
@@ -41,6 +41,19 @@ def about(analyses: Sequence[Analysis]) -> list[tuple[str, str]]:
             f"{len(runs)} run{'s' * (len(runs) > 1)}, {when[:16].replace('T', ' ')} UTC" if when else "",
         ),
     ]
+
+
+def _asked(load: Mapping[str, Any]) -> str:
+    """The declared load in words: when, and of what lengths."""
+    when = ""
+    if load.get("rate_per_s"):
+        when = f"{load.get('arrivals')} arrivals, {units.number(load['rate_per_s'])} requests/s"
+    elif load.get("users"):
+        when = f"{load['users']} users, each with one request at a time"
+    lengths = ""
+    if load.get("kind") == "synthetic":
+        lengths = f"{load.get('input_tokens')} tokens in, {load.get('output_tokens')} out"
+    return ", ".join(part for part in (when, lengths or str(load.get("path") or "")) if part)
 
 
 def manifest(analyses: Sequence[Analysis]) -> list[tuple[str, list[tuple[str, str]]]]:

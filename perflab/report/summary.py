@@ -149,7 +149,7 @@ def summarise(name: str, runs: Sequence[Run], found_quality: Mapping[str, Any] |
 
 def slo_of(run: Run, request_class: str = "") -> SLO:
     """The limits that a run's requests of a class were judged by; the run's own where it has none."""
-    by_class = run.manifest.get("slo_by_class") or {}
+    by_class = run.manifest.get("slos") or {}
     return SLO(**(by_class.get(request_class) or run.manifest.get("slo") or {}))
 
 

@@ -33,7 +33,7 @@ def seconds(value: float | None, digits: int = 3) -> str:
     if value is None or not math.isfinite(value):
         return number(value)
     for unit, scale in (("µs", 1e-6), ("ms", 1e-3)):
-        if abs(value) < 999.5 * scale:
+        if 0 < abs(value) < 999.5 * scale:
             return f"{number(value / scale, digits)}{THIN}{unit}"
     return f"{number(value, digits)}{THIN}s"
 
