@@ -286,6 +286,5 @@ def _named(error: Exception, stamps: Mapping[str, int], answer: Answer) -> str:
     """One name for each way in which a connection fails, whatever the library calls it."""
     if isinstance(error, aiohttp.ClientConnectorError):
         return f"no connection: {error.os_error.strerror or error}"
-    if "server_wait" not in stamps:
-        return f"connection lost before the answer: {error or type(error).__name__}"
-    return f"connection lost after {len(answer.times)} chunks: {error or type(error).__name__}"
+    when = f"after {len(answer.times)} chunks" if "server_wait" in stamps else "before the answer"
+    return f"connection lost {when} ({type(error).__name__})"

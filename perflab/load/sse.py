@@ -50,6 +50,8 @@ class Answer:
         for choice in chunk.get("choices") or ():  # none in a chunk that brings usage alone
             if reason := choice.get("finish_reason"):
                 self.finish_reason = reason
+                if reason in BROKEN:
+                    self.fail(f"the server ended it with {reason!r}")
             said = choice.get("delta") or choice.get("message")
             if said:
                 text = said.get("content") or ""
@@ -73,9 +75,7 @@ class Answer:
 
     def end(self) -> FinishReason:
         """How the request ended, once nothing more comes; sets `error` where it is a failure."""
-        if self.finish_reason in BROKEN:
-            self.fail(f"the server ended it with {self.finish_reason!r}")
-        elif not (self.done or self.whole or self.finish_reason):
+        if not (self.done or self.whole or self.finish_reason):
             self.fail("the stream ended without a finish reason or [DONE]")
         elif not self.times:
             self.fail("an answer without a token")
@@ -115,7 +115,9 @@ def apportion(total: int, weights: Sequence[int]) -> list[int]:
     it is enough for that."""
     least = 1 if total >= len(weights) else 0
     spare, over = total - least * len(weights), [max(0, weight - least) for weight in weights]
-    exact = [spare * each / (sum(over) or 1) for each in over]
+    if not any(over):
+        over = [1] * len(over)
+    exact = [spare * each / sum(over) for each in over]
     parts = [least + int(x) for x in exact]
     by_remainder = sorted(range(len(parts)), key=lambda i: int(exact[i]) - exact[i])
     for i in by_remainder[: total - sum(parts)]:
