@@ -1,10 +1,12 @@
 """An OpenAI-compatible server without a model, as fast as one core can be: what a client is measured with.
 
-    python -m benchmarks.mock --port 8001 --core 0 [--ttft 0.1 --gap 0.02]
+    python -m benchmarks.mock --port 8001 --core 0 [--ttft 0.1 --gap 0.02 --jitter 0.3]
 
-Answers at once, or with the first token after `--ttft` seconds and one every `--gap`. An answer has as
-many tokens as `max_tokens` asks, each a chunk and a send of its own; the prompt counts as one token
-per word. Prints `ready` when it listens.
+Answers at once, or with the first token after `--ttft` seconds and one every `--gap`. With `--jitter`
+both vary from request to request and from token to token; a request that names a number (`#17`) gets
+the times of that number, so that the same requests are answered alike whoever sends them. An answer
+has as many tokens as `max_tokens` asks, each a chunk and a send of its own; the prompt counts as one
+token per word. Prints `ready` when it listens.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import asyncio
 import contextlib
 import json
 import os
+import random
 import re
 import socket
 import subprocess
@@ -22,6 +25,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 
 MAX_TOKENS = re.compile(rb'"max_(?:completion_)?tokens": ?(\d+)')
+NUMBER = re.compile(rb"#(\d+)")
 NO_STREAM = re.compile(rb'"stream": ?false')
 HEAD = (
     b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream; charset=utf-8\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -34,38 +38,56 @@ def framed(event: bytes) -> bytes:
     return b"%x\r\n%s\r\n" % (len(event), event)
 
 
-def event(**facts: object) -> bytes:
+def event(chat: bool, **facts: object) -> bytes:
     """A server-sent event in OpenAI's form."""
-    body = {"id": "mock", "object": "chat.completion.chunk", "created": 0, "model": "mock", **facts}
-    return b"data: " + json.dumps(body).encode() + b"\n\n"
+    kind = "chat.completion.chunk" if chat else "text_completion"
+    return (
+        b"data: "
+        + json.dumps({"id": "mock", "object": kind, "created": 0, "model": "mock", **facts}).encode()
+        + b"\n\n"
+    )
 
 
-TOKEN = framed(
-    event(choices=[{"index": 0, "delta": {"content": " mock"}, "text": " mock", "finish_reason": None}])
-)
+def choice(chat: bool, key: str, text: str, reason: str | None) -> dict[str, object]:
+    """An answer's only choice; `key` names what holds a chat's words."""
+    words = {key: {"role": "assistant", "content": text} if text else {}} if chat else {"text": text}
+    return {"index": 0, **words, "finish_reason": reason}
+
+
+TOKEN = {chat: framed(event(chat, choices=[choice(chat, "delta", " mock", None)])) for chat in (True, False)}
 
 
 @lru_cache(maxsize=4096)
-def last(tokens: int, prompt: int) -> bytes:
+def last(chat: bool, tokens: int, prompt: int) -> bytes:
     """The end of a stream: reason, usage, `[DONE]`."""
     usage = {"prompt_tokens": prompt, "completion_tokens": tokens, "total_tokens": prompt + tokens}
-    reason = event(choices=[{"index": 0, "delta": {}, "text": "", "finish_reason": "length"}])
-    return framed(reason) + framed(event(choices=[], usage=usage)) + framed(END) + b"0\r\n\r\n"
+    reason = event(chat, choices=[choice(chat, "delta", "", "length")])
+    return framed(reason) + framed(event(chat, choices=[], usage=usage)) + framed(END) + b"0\r\n\r\n"
 
 
 @lru_cache(maxsize=4096)
-def whole(tokens: int, prompt: int) -> bytes:
+def whole(chat: bool, tokens: int, prompt: int) -> bytes:
     """A body that was not streamed."""
-    text = " mock" * tokens
     usage = {"prompt_tokens": prompt, "completion_tokens": tokens, "total_tokens": prompt + tokens}
-    choice = {
-        "index": 0,
-        "message": {"role": "assistant", "content": text},
-        "text": text,
-        "finish_reason": "length",
-    }
-    body = {"id": "mock", "object": "chat.completion", "created": 0, "model": "mock", "choices": [choice]}
-    return plain(json.dumps(body | {"usage": usage}).encode())
+    kind = "chat.completion" if chat else "text_completion"
+    body = {"id": "mock", "object": kind, "created": 0, "model": "mock", "usage": usage}
+    return plain(
+        json.dumps(body | {"choices": [choice(chat, "message", " mock" * tokens, "length")]}).encode()
+    )
+
+
+@lru_cache(maxsize=4096)
+def times(number: int, tokens: int, ttft: float, gap: float, jitter: float) -> tuple[float, ...]:
+    """Seconds from a request to each of its tokens; `jitter` is the sigma of log-normals of mean 1."""
+    rng = random.Random(number)
+
+    def varied(seconds: float) -> float:
+        return seconds * rng.lognormvariate(-jitter * jitter / 2, jitter)
+
+    found, gap = [varied(ttft)], varied(gap)
+    for _ in range(tokens - 1):
+        found.append(found[-1] + varied(gap))
+    return tuple(found)
 
 
 def plain(body: bytes) -> bytes:
@@ -80,7 +102,7 @@ HEALTH = plain(b"{}")
 class Connection(asyncio.Protocol):
     """One keep-alive connection; requests come one after the other."""
 
-    ttft = gap = 0.0
+    ttft = gap = jitter = 0.0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -105,30 +127,32 @@ class Connection(asyncio.Protocol):
         if head.startswith(b"GET"):
             write(MODELS if b"/models" in head[:60] else HEALTH)
             return
-        asked = MAX_TOKENS.search(body)
+        asked, chat = MAX_TOKENS.search(body), b"/chat/" in head[:60]
         tokens, prompt = int(asked[1]) if asked else 16, body.count(b" ")
         if not self.ttft and not self.gap:
             if NO_STREAM.search(body) or b'"stream"' not in body:
-                write(whole(tokens, prompt))
+                write(whole(chat, tokens, prompt))
                 return
             write(HEAD)
             for _ in range(tokens):
-                write(TOKEN)
-            write(last(tokens, prompt))
+                write(TOKEN[chat])
+            write(last(chat, tokens, prompt))
             return
-        start = self.loop.time() + self.ttft
+        number = NUMBER.search(body)
+        due = times(int(number[1]) if number else 0, tokens, self.ttft, self.gap, self.jitter)
+        start = self.loop.time()
         write(HEAD)
-        self.loop.call_at(start, self.token, start, 0, tokens, prompt)
+        self.loop.call_at(start + due[0], self.token, start, due, 0, chat, prompt)
 
-    def token(self, start: float, i: int, tokens: int, prompt: int) -> None:
-        """Token `i`, due at start + i · gap; times do not drift."""
+    def token(self, start: float, due: tuple[float, ...], i: int, chat: bool, prompt: int) -> None:
+        """Token `i`, due at start + due[i]; times do not drift."""
         if self.transport.is_closing():
             return
-        self.transport.write(TOKEN)
-        if i + 1 == tokens:
-            self.transport.write(last(tokens, prompt))
+        self.transport.write(TOKEN[chat])
+        if i + 1 == len(due):
+            self.transport.write(last(chat, len(due), prompt))
             return
-        self.loop.call_at(start + (i + 1) * self.gap, self.token, start, i + 1, tokens, prompt)
+        self.loop.call_at(start + due[i + 1], self.token, start, due, i + 1, chat, prompt)
 
 
 async def serve(port: int) -> None:
@@ -138,20 +162,13 @@ async def serve(port: int) -> None:
 
 
 @contextlib.contextmanager
-def running(port: int, core: int | None = None, ttft: float = 0.0, gap: float = 0.0) -> Iterator[str]:
+def running(
+    port: int, core: int | None = None, ttft: float = 0.0, gap: float = 0.0, jitter: float = 0.0
+) -> Iterator[str]:
     """A mock in a process of its own; gives its address."""
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks.mock",
-        "--port",
-        str(port),
-        "--ttft",
-        str(ttft),
-        "--gap",
-        str(gap),
-    ]
-    command += [] if core is None else ["--core", str(core)]
+    options = {"port": port, "core": core, "ttft": ttft, "gap": gap, "jitter": jitter}
+    given = [f"--{name}={value}" for name, value in options.items() if value is not None]
+    command = [sys.executable, "-m", "benchmarks.mock", *given]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
@@ -168,10 +185,11 @@ def main() -> None:
     parser.add_argument("--core", type=int, help="the only core to run on")
     parser.add_argument("--ttft", type=float, default=0.0, help="seconds until the first token")
     parser.add_argument("--gap", type=float, default=0.0, help="seconds between tokens")
+    parser.add_argument("--jitter", type=float, default=0.0, help="how much both vary: sigma of log-normals")
     chosen = parser.parse_args()
     if chosen.core is not None:
         os.sched_setaffinity(0, {chosen.core})
-    Connection.ttft, Connection.gap = chosen.ttft, chosen.gap
+    Connection.ttft, Connection.gap, Connection.jitter = chosen.ttft, chosen.gap, chosen.jitter
     from perflab.load.drive import new_loop
 
     with contextlib.suppress(KeyboardInterrupt), asyncio.Runner(loop_factory=new_loop) as runner:
