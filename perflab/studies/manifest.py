@@ -109,6 +109,7 @@ def describe_service_run(
         "ended_at": datetime.now(UTC).isoformat(timespec="seconds"),
         "started_ns": records.started_ns,
         "ended_ns": records.ended_ns,
+        "interrupted": records.interrupted,
         "slo": {f.name: getattr(slo, f.name) for f in fields(SLO)},
         "model": {"name": service.get("model")},
         "service": dict(service),
