@@ -10,7 +10,8 @@ import pytest
 from perflab.clock import NS_PER_S
 from perflab.measure import metrics
 from perflab.measure.metrics import SLO
-from perflab.measure.validity import Expected, Noise, busy_cpu_s, judge, usable_cpus
+from perflab.measure.noise import Noise, busy_cpu_s, usable_cpus
+from perflab.measure.validity import Expected, judge
 from perflab.types import RequestRecord
 
 MS = 1_000_000

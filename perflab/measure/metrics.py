@@ -6,20 +6,24 @@ Missing is None, never 0. The formulas a report prints are `FORMULAS`.
 
 from __future__ import annotations
 
-import bisect
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from perflab.clock import NS_PER_S
 from perflab.config import check_types
 from perflab.errors import WorkloadError
 from perflab.measure import stats
+from perflab.measure.rates import Rate as Rate
+from perflab.measure.rates import steady_throughput as steady_throughput
+from perflab.measure.rates import throughput as throughput
 from perflab.types import RequestRecord
 
 FORMULAS: dict[str, str] = {
     "TTFT": "first generated token − intended start. Empty and role-only chunks never count.",
+    "time to first content": "first chunk of the answer itself − intended start; what a model thinks before "
+    "it answers counts as tokens but not as content.",
     "TTFT from sent": "first generated token − actual send; leaves out the wait inside the load generator.",
     "ITL": "gap between successive token-bearing chunks, pooled over all completed requests.",
     "tokens per chunk": "tokens that a token-bearing chunk brings.",
@@ -27,6 +31,8 @@ FORMULAS: dict[str, str] = {
     "TPOT after first chunk": "(last token − first token) / tokens that came after the first chunk.",
     "E2E": "last token − intended start, one value per request.",
     "output tokens/s": "tokens delivered / (last token − first intended start), whole run.",
+    "peak tokens/s": "most tokens delivered in one of the run's equal parts of at most 1 s, per second; "
+    "never below output tokens/s.",
     "requests/s": "completed requests / (last end − first intended start), whole run.",
     "steady window": "from the end of the first completions to the last completion before the requests "
     "in flight fall below half of their peak; none where that holds too few completions.",
@@ -43,6 +49,12 @@ FORMULAS: dict[str, str] = {
 def ttft_s(record: RequestRecord) -> float | None:
     """Time to first token from the intended start, seconds."""
     return _seconds(record.first_token_ns, record.intended_ns)
+
+
+def first_content_s(record: RequestRecord) -> float | None:
+    """Time to the first chunk of the content channel from the intended start, seconds; None where none
+    came. Beside TTFT, which counts reasoning too."""
+    return _seconds(record.first_content_ns, record.intended_ns)
 
 
 def ttft_from_sent_s(record: RequestRecord) -> float | None:
@@ -70,6 +82,14 @@ def tpot_s(record: RequestRecord) -> float | None:
     """(last token − first token) / (N − 1), seconds; None for fewer than two tokens."""
     span = _seconds(record.last_token_ns, record.first_token_ns)
     return None if span is None or record.output_tokens < 2 else span / (record.output_tokens - 1)
+
+
+def s_per_token_by_two_lengths(short: RequestRecord, long: RequestRecord) -> float | None:
+    """(E2E long − E2E short) / (N long − N short), seconds, of two requests of one prompt that differ in
+    output length: what both spend on the prompt cancels, where E2E / N would charge it to the tokens.
+    None where one did not complete or the lengths are equal."""
+    more, times = long.output_tokens - short.output_tokens, (e2e_s(long), e2e_s(short))
+    return None if more == 0 or None in times else (times[0] - times[1]) / more  # type: ignore[operator]
 
 
 def tpot_after_first_chunk_s(record: RequestRecord) -> float | None:
@@ -160,110 +180,6 @@ def counts(records: Iterable[RequestRecord]) -> Counts:
 
 
 @dataclass(frozen=True, slots=True)
-class Rate:
-    """Tokens and requests per second over [start_ns, end_ns]; None where nothing can be said."""
-
-    start_ns: int
-    end_ns: int
-    output_tokens: int
-    completed: int
-    output_tokens_per_s: float | None
-    requests_per_s: float | None
-    share_of_requests: float
-
-    @property
-    def seconds(self) -> float:
-        return (self.end_ns - self.start_ns) / NS_PER_S
-
-
-def throughput(records: Sequence[RequestRecord]) -> Rate | None:
-    """Rates over the whole run, from the first intended start to the last token or end.
-
-    Every delivered token counts, whatever became of its request; requests count if completed.
-    None for a run without requests or without extent.
-    """
-    if not records:
-        return None
-    start = min(r.intended_ns for r in records)
-    return _rate(records, start - 1, max(_end_ns(r) for r in records), start)
-
-
-def steady_throughput(
-    records: Sequence[RequestRecord], share_of_peak: float = 0.5, at_least: int = 8
-) -> Rate | None:
-    """Rates over the steady window; None where there is no steady state.
-
-    The window is (a, b]: `b` is the last completion before the requests in flight fall for good
-    below `share_of_peak` of their peak (the drain), `a` the first completion (before it the
-    pipeline fills). Where completions come in bursts, as static batches make them, `a` and `b`
-    are the ends of bursts, so that whole bursts are divided by whole periods. None where fewer than
-    `at_least` completions fall into the window.
-    """
-    ends = sorted(_end_ns(r) for r in records if r.outcome == "completed")
-    if len(ends) <= at_least:
-        return None
-    burst_ends = _burst_ends(ends)
-    last = bisect.bisect_left(burst_ends, _drain_start(records, share_of_peak))
-    a, b = burst_ends[0], burst_ends[min(last, len(burst_ends) - 1)]
-    rate = _rate(records, a, b, a)
-    return rate if rate is not None and rate.completed >= at_least else None
-
-
-def _rate(records: Sequence[RequestRecord], after_ns: int, until_ns: int, start_ns: int) -> Rate | None:
-    """Rates of what was delivered in (after_ns, until_ns], divided by [start_ns, until_ns]."""
-    if until_ns <= start_ns:
-        return None
-    seconds = (until_ns - start_ns) / NS_PER_S
-    done = sum(1 for r in records if r.outcome == "completed" and after_ns < _end_ns(r) <= until_ns)
-    tokens = sum(
-        sum(
-            r.chunk_tokens[
-                bisect.bisect_right(r.token_ns, after_ns) : bisect.bisect_right(r.token_ns, until_ns)
-            ]
-        )
-        for r in records
-    )
-    return Rate(start_ns, until_ns, tokens, done, tokens / seconds, done / seconds, done / len(records))
-
-
-def _end_ns(record: RequestRecord) -> int:
-    return max(t for t in (record.sent_ns, record.last_token_ns, record.end_ns) if t is not None)
-
-
-def _drain_start(records: Sequence[RequestRecord], share_of_peak: float) -> int:
-    """When the requests in flight last fell below a share of their peak; the run's end if they never did."""
-    last = max(_end_ns(r) for r in records)
-    open_ended = [r for r in records if r.outcome is None]
-    changes = sorted(
-        [(r.sent_ns, 1) for r in records] + [(_end_ns(r), -1) for r in records if r.outcome is not None]
-    )
-    flying, peak, levels = 0, 0, []
-    for time_ns, change in changes:
-        flying += change
-        peak = max(peak, flying)
-        levels.append((time_ns, flying))
-    if len(open_ended) >= share_of_peak * peak:
-        return last
-    for (time_ns, _), (_, before) in zip(reversed(levels), reversed([(0, 0), *levels[:-1]]), strict=True):
-        if before >= share_of_peak * peak:
-            return time_ns
-    return last
-
-
-def _burst_ends(ends: list[int]) -> list[int]:
-    """The completions after which a burst is over; every completion where they come one by one.
-
-    Bursts are there when more than half of the span lies in gaps above four times the mean gap
-    (9 % in a Poisson stream).
-    """
-    gaps = [b - a for a, b in itertools.pairwise(ends)]
-    limit = 4 * sum(gaps) / len(gaps)
-    if 2 * sum(g for g in gaps if g > limit) <= sum(gaps):
-        return ends
-    return [end for end, gap in zip(ends, [*gaps, limit + 1], strict=True) if gap > limit]
-
-
-@dataclass(frozen=True, slots=True)
 class SLO:
     """Limits a request must meet, all of them; None is no limit. Seconds."""
 
@@ -306,6 +222,30 @@ def goodput(records: Sequence[RequestRecord], slo: SLO) -> Goodput:
     starts = [r.intended_ns for r in judged]
     window = (max(starts) - min(starts)) / NS_PER_S if starts else 0.0
     return Goodput(met, len(judged), met / window if window > 0 else None, stats.share(met, len(judged)))
+
+
+def goodput_by_class(
+    records: Sequence[RequestRecord], slos: Mapping[str, SLO], default: SLO = SLO()
+) -> dict[str, Goodput]:
+    """Goodput of each request class under its own limits, or `default`; classes in order of name."""
+    names = sorted({r.request_class for r in records})
+    return {n: goodput([r for r in records if r.request_class == n], slos.get(n, default)) for n in names}
+
+
+def success(records: Iterable[RequestRecord]) -> stats.Estimate:
+    """Completed / all but those that their user cancelled, with Wilson's interval."""
+    judged = counted(records)
+    return stats.share(sum(r.outcome == "completed" for r in judged), len(judged))
+
+
+def after_warm_up(records: Sequence[RequestRecord], until_ns: int) -> tuple[list[RequestRecord], int]:
+    """The requests whose intended start is at `until_ns` or later, and how many were left out.
+
+    By start, not by overlap: a request that began in the warm-up and ended after it had the warm-up's
+    latency.
+    """
+    kept = [r for r in records if r.intended_ns >= until_ns]
+    return kept, len(records) - len(kept)
 
 
 LATENCIES: dict[str, Callable[[Sequence[RequestRecord], float], stats.Estimate]] = {

@@ -1,36 +1,62 @@
 """Whether a run may be compared: one verdict per run, with the reasons by name.
 
-Owns the reasons, their limits, and the sampler of what else the machine was doing. Reads
-`/proc` where there is one; elsewhere noise is unknown, which is a note and no reason.
+Owns the reasons and their limits. Knows no engine and no protocol: records and readings in, a verdict out.
 """
 
 from __future__ import annotations
 
-import os
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from perflab.measure import metrics
-from perflab.types import RequestRecord
+from perflab.clock import NS_PER_S
+from perflab.measure import metrics, rates
+from perflab.measure.noise import Noise as Noise
+from perflab.measure.noise import NoiseSampler as NoiseSampler
+from perflab.measure.stats import percentile_value
+from perflab.types import ClientHealth, RequestRecord
 
 NOISE_LIMIT = 0.15
 """Share of the usable cores that other processes may take before a run is too noisy."""
 
 MIN_COMPLETED = 5
 LATE_LIMIT_S = 0.25
+"""99th percentile of lateness in a loop that also runs the engine: a send waits for the step's end."""
+
+CLIENT_LIMIT_S, CLIENT_SHARE = 0.02, 0.1
+"""How late a client may send and wake at its 99th percentile: 20 ms, which a busy two-core machine's
+scheduler alone can take, or a tenth of the median TTFT, where that is more. Beyond it a visible part of
+what is reported as the server's latency is the client's."""
+
+CLIENT_CPU_LIMIT = 0.9
+"""Share of one core that the client's thread may use: above it, queueing in the client explodes."""
+
+RATE_LIMIT = 0.95
+"""Share of the asked rate that must be sent."""
+
+TEMPLATE_TOKENS = 64
+"""Tokens at the start of a prompt that a warm-up may have put into the cache: a chat template's own."""
+
+TOKENIZER_LIMIT = 0.01
+"""Relative difference of the prompts' token counts, client against server, above which they disagree."""
+
+RETOKENISED_LIMIT = 0.05
+"""Relative difference of re-tokenised outputs: special tokens and odd merges explain less than this."""
 
 REASONS: dict[str, str] = {
     "incomplete": "the run was cut off before all its requests were sent or had ended",
     "too few samples": f"fewer than {MIN_COMPLETED} requests completed",
     "failures": "more than 1 % of the requests failed, timed out or were refused",
     "length mismatch": "prompts or outputs are not as long as the workload asked",
+    "tokenizer mismatch": "the server counts other prompt lengths than the client's tokenizer",
     "cache-assisted": "the first request of the run found its prompt cached, so the cache was warm before it",
-    "no steady state": "an open-loop run without a window in which a steady number of requests was in flight",
-    "client-bound": "the load generator sent requests later than intended because it was itself busy",
+    "no steady state": "an open-loop run without a window in which requests were completed at one rate",
+    "client-bound": "the load generator sent or received late because it was itself busy",
+    "rate not met": f"requests were sent at less than {RATE_LIMIT:.0%} of the rate that was asked",
     "machine too noisy": f"other processes took more than {NOISE_LIMIT:.0%} of the usable cores",
 }
+
+Finding = tuple[str | None, str]
+"""The name of a reason, None for a note, and its detail."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,59 +75,11 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True)
-class Noise:
-    """What other processes took during a run. `others_share` is of the usable cores, 0 to 1."""
-
-    others_share: float | None
-    own_cpu_s: float
-    wall_s: float
-
-
-@dataclass(frozen=True, slots=True)
 class Expected:
     """What a workload asked of one request; None where it left that to the model."""
 
     prompt_tokens: int | None = None
     output_tokens: int | None = None
-
-
-class NoiseSampler:
-    """Busy time of the usable cores, minus this process's own, between `start` and `stop`."""
-
-    def start(self) -> NoiseSampler:
-        self._wall, self._own, self._busy = time.perf_counter(), time.process_time(), busy_cpu_s()
-        return self
-
-    def stop(self) -> Noise:
-        """The noise since `start`; `others_share` None where the system does not tell."""
-        wall, own, busy = time.perf_counter() - self._wall, time.process_time() - self._own, busy_cpu_s()
-        if busy is None or self._busy is None or wall <= 0:
-            return Noise(None, own, wall)
-        others = max(0.0, busy - self._busy - own)
-        return Noise(min(1.0, others / (wall * len(usable_cpus()))), own, wall)
-
-
-def usable_cpus() -> list[int]:
-    """The cores this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return sorted(os.sched_getaffinity(0))
-    return list(range(os.cpu_count() or 1))
-
-
-def busy_cpu_s(stat: Path = Path("/proc/stat")) -> float | None:
-    """Seconds the usable cores have been busy since boot (user, nice, system, irq, softirq, steal)."""
-    try:
-        lines = stat.read_text().splitlines()
-    except OSError:
-        return None
-    wanted = {f"cpu{i}" for i in usable_cpus()}
-    found = [[int(x) for x in line.split()[1:9]] for line in lines if line.split(" ", 1)[0] in wanted]
-    if not found:
-        return None
-    ticks = sum(
-        user + nice + system + irq + soft + steal for user, nice, system, _, _, irq, soft, steal in found
-    )
-    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def judge(
@@ -113,47 +91,51 @@ def judge(
     noise: Noise | None = None,
     open_loop: bool = False,
     late_limit_s: float = LATE_LIMIT_S,
+    client: ClientHealth | None = None,
+    warm_up_left_out: int = 0,
 ) -> Verdict:
-    """The verdict of one run. `planned` is how many requests the workload holds; `late_limit_s`
-    bounds the 99th percentile of lateness of an open-loop run."""
-    reasons: list[tuple[str, str]] = []
-    notes: list[str] = []
+    """The verdict of one run.
+
+    planned: how many requests were to be sent. late_limit_s bounds the 99th percentile of lateness of
+    an open-loop run that has no `client` readings; with them, their own limits hold. warm_up_left_out:
+    requests that `records` no longer holds.
+    """
+    found = [
+        *_complete(records, planned, interrupted, warm_up_left_out),
+        *_lengths(records, expected or {}),
+        *_tokenizers(records, expected or {}),
+        *_cache(records),
+        *_client(records, client),
+        *(_open_loop(records, None if client else late_limit_s) if open_loop else _closed_loop(records)),
+        *_noise(noise),
+    ]
+    reasons = tuple((name, detail) for name, detail in found if name is not None)
+    return Verdict(reasons, tuple(detail for name, detail in found if name is None))
+
+
+def _complete(
+    records: Sequence[RequestRecord], planned: int | None, interrupted: bool, left_out: int
+) -> Iterator[Finding]:
     count = metrics.counts(records)
-    missing = (planned - count.sent if planned is not None else 0) + count.unfinished
+    missing = (planned - count.sent - left_out if planned is not None else 0) + count.unfinished
     if interrupted or missing > 0:
-        reasons.append(("incomplete", f"{missing} requests not sent or unfinished"))
+        yield "incomplete", f"{missing} requests not sent or unfinished"
     if count.completed < MIN_COMPLETED:
-        reasons.append(("too few samples", f"{count.completed} requests completed"))
+        yield "too few samples", f"{count.completed} requests completed"
     bad = count.failed + count.timed_out + count.rejected
     if bad > 0.01 * count.sent:
-        reasons.append(("failures", f"{bad} of {count.sent} requests"))
+        yield "failures", f"{bad} of {count.sent} requests"
     elif bad:
-        notes.append(f"{bad} of {count.sent} requests failed, timed out or were refused")
-    wrong = _length_mismatches(records, expected or {})
-    if wrong:
-        reasons.append(("length mismatch", f"{len(wrong)} requests, e.g. {wrong[0]}"))
-    if warm := _warm_before(records):
-        reasons.append(("cache-assisted", f"{warm} cached tokens at the first admission"))
-    if open_loop:
-        late = (
-            metrics.stats.percentile_value([metrics.lateness_s(r) for r in records], 0.99) if records else 0.0
-        )
-        if late > late_limit_s:
-            reasons.append(("client-bound", f"99th percentile of lateness {late:.2f} s"))
-    if metrics.steady_throughput(records) is None:
-        if open_loop:
-            reasons.append(("no steady state", f"{count.completed} requests completed"))
-        else:
-            notes.append("no steady state: rates are those of the whole run, ramp and drain included")
-    if noise is None or noise.others_share is None:
-        notes.append("what other processes took is unknown on this system")
-    elif noise.others_share > NOISE_LIMIT:
-        reasons.append(("machine too noisy", f"others took {noise.others_share:.0%} of the usable cores"))
-    return Verdict(tuple(reasons), tuple(notes))
+        yield None, f"{bad} of {count.sent} requests failed, timed out or were refused"
+    if again := sum(r.attempts > 1 for r in records):
+        yield None, f"{again} requests were sent more than once; the time of every attempt counts"
+    if left_out:
+        yield None, f"{left_out} requests that started before the end of the warm-up are left out"
 
 
-def _length_mismatches(records: Sequence[RequestRecord], expected: Mapping[str, Expected]) -> list[str]:
-    wrong = []
+def _lengths(records: Sequence[RequestRecord], expected: Mapping[str, Expected]) -> Iterator[Finding]:
+    wrong: list[str] = []
+    totals = {"prompt": [0, 0], "output": [0, 0]}
     for r in records:
         want = expected.get(r.request_id)
         if want is None or r.outcome != "completed":
@@ -164,12 +146,103 @@ def _length_mismatches(records: Sequence[RequestRecord], expected: Mapping[str, 
         ):
             if asked is not None and asked != got:
                 wrong.append(f"{r.request_id}: {kind} of {got} tokens, asked {asked}")
-    return wrong
+                totals[kind][0] += got
+                totals[kind][1] += asked
+    if wrong:
+        sums = (f"{kind}s of {got:,} of {asked:,} tokens" for kind, (got, asked) in totals.items() if asked)
+        yield "length mismatch", f"{len(wrong)} requests, {', '.join(sums)}; e.g. {wrong[0]}"
 
 
-def _warm_before(records: Sequence[RequestRecord]) -> int:
-    """Cached tokens of the requests admitted first, before any other could have filled the cache."""
+def _tokenizers(records: Sequence[RequestRecord], expected: Mapping[str, Expected]) -> Iterator[Finding]:
+    """A constant difference is what a chat template or a BOS adds; any other is another tokenizer."""
+    pairs = [
+        (r.prompt_tokens, r.server_prompt_tokens)
+        for r in records
+        if r.server_prompt_tokens is not None
+        and (want := expected.get(r.request_id)) is not None
+        and want.prompt_tokens is not None
+    ]
+    client, server = sum(c for c, _ in pairs), sum(s for _, s in pairs)
+    added = {s - c for c, s in pairs}
+    if added - {0}:
+        told = f"the server counts {server:,} prompt tokens where the client made {client:,}"
+        if len(pairs) > 1 and len(added) == 1 and 0 < min(added) <= TEMPLATE_TOKENS:
+            yield None, f"{told}: {min(added)} more in each, as a chat template adds"
+        elif abs(server - client) > TOKENIZER_LIMIT * client or len(added - {0}) > 0.5 * len(pairs):
+            ratio = f" ({server / client:.2f} times as many)" if client else ""
+            yield "tokenizer mismatch", told + ratio
+        else:
+            yield None, told
+    retokenised = [
+        (r.retokenised_tokens, r.server_output_tokens)
+        for r in records
+        if r.retokenised_tokens is not None and r.server_output_tokens is not None
+    ]
+    mine, theirs = sum(a for a, _ in retokenised), sum(b for _, b in retokenised)
+    if abs(mine - theirs) > RETOKENISED_LIMIT * theirs:
+        yield None, f"outputs re-tokenise to {mine:,} tokens where the server counts {theirs:,}"
+    sources = {r.count_source for r in records if r.output_tokens}
+    if guessed := sources & {"retokenised", "chunks"}:
+        yield None, f"output tokens are counted from {' and '.join(sorted(guessed))}: the server tells none"
+
+
+def _cache(records: Sequence[RequestRecord]) -> Iterator[Finding]:
+    """Looks at the requests that began before any other could have filled the cache."""
     admitted = [r.admitted_ns for r in records if r.admitted_ns is not None]
-    if not admitted:
-        return 0
-    return max(r.cached_tokens for r in records if r.admitted_ns == min(admitted))
+    if admitted:
+        firsts = [r for r in records if r.admitted_ns == min(admitted)]
+    else:
+        tokens = [r.first_token_ns for r in records if r.first_token_ns is not None]
+        firsts = [r for r in records if r.sent_ns < min(tokens)] if tokens else []
+    warm = max(firsts, key=lambda r: r.cached_tokens, default=None)
+    if warm is None or not warm.cached_tokens:
+        return
+    told = f"{warm.cached_tokens} cached tokens at the first admission"
+    if warm.cached_tokens > min(TEMPLATE_TOKENS, warm.prompt_tokens / 2):
+        yield "cache-assisted", told
+    else:
+        yield None, told
+
+
+def _client(records: Sequence[RequestRecord], client: ClientHealth | None) -> Iterator[Finding]:
+    if client is None:
+        return
+    ttfts = metrics.samples(records, metrics.ttft_s, success_only=True)
+    limit = max(CLIENT_LIMIT_S, CLIENT_SHARE * percentile_value(ttfts, 0.5)) if ttfts else CLIENT_LIMIT_S
+    for what, seconds in (
+        ("its event loop woke", client.loop_lag_p99_s),
+        ("it sent", client.send_lateness_p99_s),
+    ):
+        if seconds is not None and seconds > limit:
+            yield "client-bound", f"{what} {seconds * 1e3:.0f} ms late at the 99th percentile"
+    if client.cpu_share is not None and client.cpu_share > CLIENT_CPU_LIMIT:
+        yield "client-bound", f"it used {client.cpu_share:.0%} of a core"
+
+
+def _open_loop(records: Sequence[RequestRecord], late_limit_s: float | None) -> Iterator[Finding]:
+    late = percentile_value([metrics.lateness_s(r) for r in records], 0.99) if records else 0.0
+    if late_limit_s is not None and late > late_limit_s:
+        yield "client-bound", f"99th percentile of lateness {late:.2f} s"
+    intended, sent = sorted(r.intended_ns for r in records), sorted(r.sent_ns for r in records)
+    if len(records) >= MIN_COMPLETED and intended[-1] > intended[0] and sent[-1] > sent[0]:
+        asked_s, sent_s = ((t[-1] - t[0]) / NS_PER_S for t in (intended, sent))
+        n = len(records) - 1
+        if sent_s - (CLIENT_LIMIT_S if late_limit_s is None else late_limit_s) > asked_s / RATE_LIMIT:
+            yield "rate not met", f"sent {n / sent_s:.3g} requests/s, asked {n / asked_s:.3g}"
+    window = rates.steady_throughput(records)
+    if window is None:
+        yield "no steady state", f"{metrics.counts(records).completed} requests completed"
+    elif (change := rates.trend(records, window)) is not None:
+        yield "no steady state", f"the rate of completions changed by {change:+.0%} over the window"
+
+
+def _closed_loop(records: Sequence[RequestRecord]) -> Iterator[Finding]:
+    if rates.steady_throughput(records) is None:
+        yield None, "no steady state: rates are those of the whole run, ramp and drain included"
+
+
+def _noise(noise: Noise | None) -> Iterator[Finding]:
+    if noise is None or noise.others_share is None:
+        yield None, "what other processes took is unknown on this system"
+    elif noise.others_share > NOISE_LIMIT:
+        yield "machine too noisy", f"others took {noise.others_share:.0%} of the usable cores"

@@ -101,6 +101,7 @@ def describe_service_run(
         expected=expected,
         noise=noise,
         open_loop=open_loop,
+        client=records.client,
     )
     return {
         "kind": kind,
