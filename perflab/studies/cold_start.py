@@ -136,8 +136,8 @@ def start_process(
     environment: Mapping[str, str] = MappingProxyType({}),
     requests: int = REQUESTS,
 ) -> dict[str, Any]:
-    """`one` in a new process, timed from before it was asked for, then `requests` more. Raises PerflabError with its last
-    words where it fails."""
+    """`one` in a new process, timed from before it was asked for, then `requests` more. Raises
+    PerflabError with its last words where it fails."""
     from perflab.errors import PerflabError
 
     command = [sys.executable, "-m", __name__, str(time.perf_counter_ns()), model, dtype]
