@@ -35,6 +35,7 @@ class EngineThread:
         self._commands: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._wake = threading.Event()
         self._closing = False
+        self.step_began_ns: int | None = None  # None between two steps
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._loop, name="perflab-engine", daemon=True)
         self._thread.start()
@@ -64,11 +65,13 @@ class EngineThread:
         engine = self.engine
         while not self._closing:
             self._run_commands()
+            self.step_began_ns = engine.clock.now()
             try:
                 events = engine.step()
             except Exception as error:
                 engine.fail(error)
                 events = engine.step()
+            self.step_began_ns = None
             if events:
                 self._on_events(events)
             elif not self._commands:
@@ -118,10 +121,12 @@ class AsyncEngine:
     async def __aexit__(self, *_: object) -> None:
         await asyncio.to_thread(self._thread.close)
 
-    @property
-    def is_running(self) -> bool:
-        """Whether the engine's thread lives."""
-        return self._thread.is_alive
+    def stuck_ns(self) -> int | None:
+        """How long the running step has taken so far, 0 between steps; None once the thread has ended."""
+        if not self._thread.is_alive:
+            return None
+        began = self._thread.step_began_ns
+        return 0 if began is None else self.engine.clock.now() - began
 
     @property
     def num_streams(self) -> int:

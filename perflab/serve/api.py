@@ -66,7 +66,9 @@ def create_app(service: Service, api_key: str | None = None) -> FastAPI:
         if api_key is None:
             return
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), api_key.encode()):
+        if scheme.lower() != "bearer" or not hmac.compare_digest(
+            given.strip().encode("latin-1"), api_key.encode()
+        ):
             raise ApiError(401, "a valid API key is needed: Authorization: Bearer …", code="invalid_api_key")
 
     async def complete(request: Request, chat: bool) -> Response:

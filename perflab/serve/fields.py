@@ -247,9 +247,6 @@ def _array(value: Any, schema: Schema, path: str) -> list[Any]:
 def _object(value: Any, schema: Schema, path: str) -> dict[str, Any]:
     _require(isinstance(value, dict), path, "an object")
     known = schema.get("properties", {})
-    for name in schema.get("required", ()):
-        if value.get(name) is None:
-            raise ApiError(400, f"{path}.{name} is missing", f"{path}.{name}", "missing_parameter")
     if "maxProperties" in schema:
         _require(len(value) <= schema["maxProperties"], path, f"at most {schema['maxProperties']} entries")
         others = schema["additionalProperties"]
@@ -258,11 +255,14 @@ def _object(value: Any, schema: Schema, path: str) -> dict[str, Any]:
             _require(digits, path, "an object from token ids to numbers")
         return {name: _checked(item, others, f"{path}.{name}") for name, item in value.items()}
     given = {name: item for name, item in value.items() if item is not None}
-    for name in given:
-        if name not in known:
-            where = f"{path}.{name[:100]}"
-            raise ApiError(400, f"{where} is not supported by this server", where, "unsupported_parameter")
-    return {name: _checked(item, known[name], f"{path}.{name}") for name, item in given.items()}
+    found = {name: _checked(given[name], known[name], f"{path}.{name}") for name in known if name in given}
+    if others := [name for name in given if name not in known]:
+        where = f"{path}.{others[0][:100]}"
+        raise ApiError(400, f"{where} is not supported by this server", where, "unsupported_parameter")
+    for name in schema.get("required", ()):
+        if name not in found:
+            raise ApiError(400, f"{path}.{name} is missing", f"{path}.{name}", "missing_parameter")
+    return found
 
 
 def openapi_body(fields: Mapping[str, Schema], required: str) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import secrets
 import time
 from typing import Any, cast
 
-from perflab.clock import Clock
+from perflab.clock import NS_PER_S, Clock, seconds_to_ns
 from perflab.engine.detokenizer import Detokenizer
 from perflab.engine.drivers import AsyncEngine
 from perflab.engine.engine import Engine
@@ -23,6 +23,7 @@ from perflab.types import Request, SamplingParams
 
 LONG_TEXT = 16_384  # characters; a longer text is tokenised beside the loop
 RETRY_AFTER_S = 1
+STUCK_NS = seconds_to_ns(60)  # no step takes as long by itself
 
 
 class Service:
@@ -73,8 +74,12 @@ class Service:
         reason = self.engine.engine.health.reason
         if reason is not None:
             raise ApiError(503, f"the engine is broken: {reason}", None, "engine_broken", RETRY_AFTER_S)
-        if not self.engine.is_running:
+        stuck = self.engine.stuck_ns()
+        if stuck is None:
             raise ApiError(503, "the engine is closed", None, "engine_closed", RETRY_AFTER_S)
+        if stuck > STUCK_NS:
+            message = f"the engine has been in one step for {stuck / NS_PER_S:.0f} s"
+            raise ApiError(503, message, None, "engine_stuck", RETRY_AFTER_S)
 
     def check_ready(self) -> None:
         self.check_health()
