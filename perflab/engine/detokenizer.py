@@ -62,7 +62,6 @@ class Detokenizer:
             decoder = _CleaningDecoder(decoder, self._tokenizer.clean_up_tokenization)
         return TextStream(decoder, tuple(stop))
 
-
     def token_bytes(self, token_id: int) -> bytes:
         """One token by itself, a special one too; where only text can be had of it, that text."""
         if self._tokenizer is None:
