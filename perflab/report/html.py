@@ -24,7 +24,7 @@ from perflab.report import takeaways, units
 from perflab.report.analysis import Analysis, parts
 from perflab.report.glossary import GLOSSARY, elsewhere
 from perflab.report.headlines import Headline, headline
-from perflab.report.manifest import about, manifest, notes
+from perflab.report.manifest import about, asked, manifest, notes
 from perflab.report.section import Section
 from perflab.report.sections import sections
 from perflab.report.summary import Summary, quality_words
@@ -38,6 +38,7 @@ class Part:
 
     title: str
     anchor: str
+    asked: str
     headline: Headline
     validity: str
     valid: bool  # every run
@@ -113,6 +114,7 @@ def _part(analysis: Analysis, index: int, count: int) -> Part:
     return Part(
         analysis.title,
         f"part-{index + 1}",
+        asked(analysis),
         headline(analysis),
         takeaways.validity(analysis),
         all(run.valid for run in analysis.runs),

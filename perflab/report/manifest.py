@@ -20,22 +20,18 @@ def about(analyses: Sequence[Analysis]) -> list[tuple[str, str]]:
     """What was measured on what, in a line or two."""
     runs = [run for analysis in analyses for run in analysis.runs]
     first = runs[0].manifest
-    machine, workload = (first.get(key) or {} for key in ("machine", "workload"))
+    machine = first.get("machine") or {}
     cores = machine.get("usable_cores")
     hardware = ", ".join(map(str, machine.get("gpus") or [])) or str(machine.get("cpu", ""))
     threads = f", {cores} cores" if cores else ""
     when = max(str(run.manifest.get("ended_at", "")) for run in runs)
     models = dict.fromkeys(str((run.manifest.get("model") or {}).get("name", "")) for run in runs)
     services = dict.fromkeys(str((run.manifest.get("service") or {}).get("url") or "") for run in runs)
-    asked = [
-        f"{workload.get('requests', len(runs[0].requests))} requests a run",
-        str(workload.get("description", "")) or _asked(first.get("load") or {}),
-    ]
     return [
         ("model", ", ".join(name for name in models if name)),
         ("service", ", ".join(url for url in services if url)),
         ("client machine" if any(services) else "machine", f"{hardware}{threads}"),
-        ("workload", "; ".join(part for part in asked if part)),
+        ("workload", asked(analyses[0]) if len(analyses) == 1 else ""),
         (
             "measured",
             f"{len(runs)} run{'s' * (len(runs) > 1)}, {when[:16].replace('T', ' ')} UTC" if when else "",
@@ -43,7 +39,18 @@ def about(analyses: Sequence[Analysis]) -> list[tuple[str, str]]:
     ]
 
 
-def _asked(load: Mapping[str, Any]) -> str:
+def asked(analysis: Analysis) -> str:
+    """The load of a part in words."""
+    run = analysis.runs[0]
+    workload = run.manifest.get("workload") or {}
+    told = [
+        f"{workload.get('requests', len(run.requests))} requests a run",
+        str(workload.get("description", "")) or _declared(run.manifest.get("load") or {}),
+    ]
+    return "; ".join(part for part in told if part)
+
+
+def _declared(load: Mapping[str, Any]) -> str:
     """The declared load in words: when, and of what lengths."""
     when = ""
     if load.get("rate_per_s"):

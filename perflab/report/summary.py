@@ -70,9 +70,7 @@ class Summary:
     @property
     def completed_share(self) -> float | None:
         """Completed requests of all that their user did not cancel."""
-        count = metrics.counts(self.records)
-        judged = count.sent - count.cancelled
-        return count.completed / judged if judged else None
+        return metrics.success(self.records).value
 
     @property
     def typical(self) -> Run:

@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Sequence
 
 from perflab.measure import metrics
+from perflab.measure.timeline import timeline as parts
 from perflab.report import units
 from perflab.report.analysis import Analysis
 from perflab.report.figures import pareto
@@ -104,9 +105,11 @@ def timeline(analysis: Analysis) -> str:
     run = shown.typical
     if not run.steps:
         flying = in_flight_peak(run.requests)
-        seen = dict.fromkeys(sample.name for sample in run.telemetry)
-        also = f"; {len(seen)} quantities were sampled beside it" if seen else ""
-        return f"“{shown.name}” had at most {flying} requests in flight at once{also}."
+        found = parts(run.requests)
+        most = (
+            f"; its busiest second brought {units.number(found.peak_tokens_per_s)} tokens/s" if found else ""
+        )
+        return f"“{shown.name}” had at most {flying} requests in flight{most}."
     rows = sum(s.rows for s in run.steps) / len(run.steps)
     peak = max((s.kv_blocks_used / s.kv_blocks_total for s in run.steps if s.kv_blocks_total), default=None)
     kv = "" if peak is None else f"; running requests held at most {units.percent(peak, 0)} of the KV blocks"

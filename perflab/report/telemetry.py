@@ -9,10 +9,13 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import plotly.graph_objects as go
 
 from perflab.clock import NS_PER_S
+from perflab.measure import rates
 from perflab.measure.telemetry import series
+from perflab.measure.timeline import Timeline, timeline
 from perflab.report.look import ACCENT, BAD, GOOD
 from perflab.studies.store import Run
 from perflab.types import Sample
@@ -24,6 +27,60 @@ RUNNING = re.compile(
 WAITING = re.compile(r"num_requests_waiting|num_queue_reqs|requests_deferred|queue_size|^waiting$")
 KV_USE = re.compile(r"kv_cache_usage|gpu_cache_usage|token_usage|kv_use|kv_cache_util")
 MOST_LINES = 8
+
+
+PARTS = 150
+"""Equal parts of a run for rates over time; none is longer than a second."""
+
+
+def tokens(run: Run, origin: int) -> list[Any]:
+    """Output tokens/s as they reached the client, and the steady window at its mean."""
+    found = _parts(run)
+    if found is None or run.steps:
+        return []
+    traces = [_stairs(found, found.tokens_per_s, run, origin, "output tokens/s", ACCENT, fill=True)]
+    steady = rates.steady_throughput(run.requests)
+    if steady is not None and steady.output_tokens_per_s is not None:
+        ends = [(t - origin) / NS_PER_S for t in (steady.start_ns, steady.end_ns)]
+        mean = steady.output_tokens_per_s
+        line = {"color": GOOD, "width": 2}
+        traces.append(
+            go.Scatter(x=ends, y=[mean, mean], mode="lines", name="mean of the steady window", line=line)
+        )
+    return traces
+
+
+def in_flight(run: Run, origin: int) -> list[Any]:
+    """Requests in flight and those still without a token, as the client sees them; the server's counts."""
+    found = _parts(run)
+    if found is None or (run.steps and not run.telemetry):
+        return []
+    return [
+        _stairs(found, found.in_flight, run, origin, "in flight", ACCENT),
+        _stairs(found, found.without_token, run, origin, "without a token yet", "#e2b96b"),
+        *served(run, origin),
+    ]
+
+
+def _parts(run: Run) -> Timeline | None:
+    whole = rates.throughput(run.requests)
+    return timeline(run.requests, min(1.0, whole.seconds / PARTS)) if whole else None
+
+
+def _stairs(
+    found: Timeline, values: np.ndarray, run: Run, origin: int, name: str, colour: str, fill: bool = False
+) -> Any:
+    """A value for each part, as steps from its start to its end."""
+    shift = (min(r.intended_ns for r in run.requests) - origin) / NS_PER_S
+    return go.Scatter(
+        x=[float(x) + shift for x in found.edges_s],
+        y=[*map(float, values), float(values[-1])],
+        mode="lines",
+        name=name,
+        line={"color": colour, "width": 1.4, "shape": "hv"},
+        fill="tozeroy" if fill else None,
+        hovertemplate=f"{name}: %{{y:.3~g}} at %{{x:.2f}} s<extra></extra>",
+    )
 
 
 def served(run: Run, origin: int) -> list[Any]:

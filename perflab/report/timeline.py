@@ -14,7 +14,7 @@ from plotly.subplots import make_subplots
 
 from perflab.clock import NS_PER_S
 from perflab.report.look import ACCENT, BAD, GOOD, GRID, MUTED, SEGMENT_COLOURS, style
-from perflab.report.telemetry import kv_use, machine, memory, served
+from perflab.report.telemetry import in_flight, kv_use, machine, memory, tokens
 from perflab.studies.store import Run
 
 MAX_REQUESTS = 60
@@ -210,7 +210,8 @@ def _blocks(run: Run, origin: int) -> list[Any]:
 PANELS: tuple[Panel, ...] = (
     ("requests", "", _lives),
     ("tokens in each step", "tokens", _tokens),
-    ("requests running and waiting", "requests", served),
+    ("output tokens/s as the client received them", "tokens/s", tokens),
+    ("requests in flight", "requests", in_flight),
     ("KV blocks", "blocks", _blocks),
     ("KV use that the server reports", "%", kv_use),
     ("machine", "%", machine),
