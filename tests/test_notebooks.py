@@ -32,6 +32,7 @@ def test_there_are_notebooks() -> None:
         "00_quickstart.ipynb",
         "01_where_the_time_goes.ipynb",
         "02_batching.ipynb",
+        "03_kv_cache.ipynb",
         "10_hardware_limits.ipynb",
     }
 

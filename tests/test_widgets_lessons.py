@@ -10,7 +10,7 @@ from perflab.config import EngineConfig
 from perflab.load.run import RunRecords
 from perflab.load.workloads import synthetic
 from perflab.models.tiny import tiny
-from perflab.widgets import batching, lessons, panels
+from perflab.widgets import batching, kv_cache, lessons, panels
 
 
 @pytest.fixture(scope="module")
@@ -82,3 +82,52 @@ def test_the_policies_are_explored_one_by_one(bench: lessons.Bench, monkeypatch:
     assert list(explorer.figure.data[0].y) == names
     assert "tokens/s</b>" in explorer.caption.value
     assert all(r.outcome == "completed" for run in explorer.results.values() for r in run.requests)
+
+
+def test_without_a_cache_every_token_costs_one_more(bench: lessons.Bench) -> None:
+    load = synthetic(1, 7, (5,))
+    runs = {name: bench.run(EngineConfig(kv_cache=name == "cached"), load) for name in ("none", "cached")}
+    assert lessons.tokens_computed(runs["none"]) == 7 + 8 + 9 + 10 + 11
+    assert lessons.tokens_computed(runs["cached"]) == 7 + 4
+    work, _, cached, _ = kv_cache.growth(runs).data
+    assert list(work.y) == [7, 8, 9, 10, 11]
+    assert list(cached.y) == [7, 1, 1, 1, 1]
+
+
+def test_memory_holds_what_blocks_have_room_for(bench: lessons.Bench) -> None:
+    run = bench.run(EngineConfig(block_size=4, prefix_cache=False), synthetic(2, 6, (2, 4)))
+    assert lessons.tokens_held(run) == [12, 7, 8, 0]  # tokens whose keys were computed, of who still runs
+    figure = kv_cache.memory(run, 4, longest=10)
+    assert {trace.name: list(trace.y) for trace in figure.data} == {
+        "blocks of running requests": [16, 8, 8, 0],
+        "tokens held": [12, 7, 8, 0],
+        "set aside without pages": [20, 10, 10, 0],
+    }
+    assert "the pool" in {trace.name for trace in kv_cache.memory(run, 4).data}
+
+
+def test_a_short_pool_computes_again(bench: lessons.Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(panels, "display", lambda *shown: None)
+    explorer = kv_cache.explore_pool(bench, synthetic(3, 8, (9,)), (16, 4), (4, 8), seats=3)
+    assert "At most <b>3 requests" in explorer.caption.value
+    assert "put back <b>0 times</b>, and 0 tokens" in explorer.caption.value
+    explorer.sliders["pool, tokens"].value = 16
+    assert "At most <b>2 requests" in explorer.caption.value
+    assert "put back <b>0 times" not in explorer.caption.value
+    pools = [trace for trace in explorer.figure.data if trace.name == "the pool"]
+    assert set(pools[0].y) == {16}
+
+
+def test_sharing_is_counted_and_shown(bench: lessons.Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(panels, "display", lambda *shown: None)
+    explorer = kv_cache.explore_sharing(bench, 4, 64, 2, seats=2)
+    first = explorer.results[56, 2]  # of 56 shared tokens three blocks of 16 are full
+    assert [r.cached_tokens for r in first.requests] == [0, 0, 48, 48]
+    assert lessons.cached_share(first) == pytest.approx(96 / 256)
+    explorer.sliders["shared tokens"].value = 0
+    assert "<b>0" in explorer.caption.value
+    computed, cached, waits = explorer.figure.data
+    assert list(computed.y) == ["56 shared, 2 documents", "0 shared, 2 documents"]
+    assert list(computed.x) == [160, 256]
+    assert list(cached.x) == [96, 0]
+    assert waits.x[0] == pytest.approx(1e3 * kv_cache.mean_ttft_s(first))

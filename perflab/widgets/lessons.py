@@ -207,6 +207,11 @@ def tokens_held(run: RunRecords) -> list[int]:
     ]
 
 
+def cached_share(run: RunRecords) -> float:
+    """Share (0 to 1) of all prompt tokens that the prefix cache had already."""
+    return sum(r.cached_tokens for r in run.requests) / sum(r.prompt_tokens for r in run.requests)
+
+
 def counted(value: float) -> stats.Estimate:
     """A figure that is the same in every run, because it counts work and not time."""
     return stats.Estimate(value, value, value)
