@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ from perflab.config import EngineConfig
 from perflab.load.run import RunRecords
 from perflab.load.workloads import synthetic
 from perflab.models.tiny import tiny
+from perflab.studies.service_run import LoadChoice, ServiceChoice, measure
+from perflab.studies.store import Run
 from perflab.widgets import batching, kv_cache, lessons, panels
 
 
@@ -131,3 +134,15 @@ def test_sharing_is_counted_and_shown(bench: lessons.Bench, monkeypatch: pytest.
     assert list(computed.x) == [160, 256]
     assert list(cached.x) == [96, 0]
     assert waits.x[0] == pytest.approx(1e3 * kv_cache.mean_ttft_s(first))
+
+
+def test_a_service_can_be_measured_from_a_cell(bench: lessons.Bench) -> None:
+    choice, load = ServiceChoice(), LoadChoice(input_tokens=4, output_tokens=2, requests=3)
+    vars(choice)["loaded"] = bench.model  # as it would be, had it been loaded by name
+
+    async def cell() -> Run:
+        return measure(choice, load)
+
+    run = asyncio.run(cell())
+    assert [(r.outcome, r.output_tokens) for r in run.requests] == [("completed", 2)] * 3
+    assert not run.manifest["interrupted"]

@@ -11,7 +11,8 @@ import gc
 import select
 import selectors
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
@@ -23,6 +24,7 @@ from perflab.load.workloads import TimedRequest, Workload
 from perflab.types import ClientHealth, RequestRecord, Sample, Span
 
 LAG_INTERVAL_S = 0.02
+COARSE_S = 0.001
 
 
 class Service(Protocol):
@@ -91,15 +93,35 @@ async def drive(
 
 
 def run_service(make_service: Callable[[], Service], workload: Workload, **options: Any) -> RunRecords:
-    """`drive` for callers without a loop: makes the service inside one of its own; Ctrl-C keeps what
+    """`drive` for callers that don't await: makes the service inside a loop of its own; Ctrl-C keeps what
     was measured. Options are those of `drive`."""
 
     async def run() -> RunRecords:
         async with make_service() as service:
             return await drive(service, workload, **options)
 
-    with asyncio.Runner(loop_factory=new_loop) as runner:
-        return runner.run(run())
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        with asyncio.Runner(loop_factory=new_loop) as runner:
+            return runner.run(run())
+    return _in_a_thread(run())
+
+
+def _in_a_thread(run: Coroutine[Any, Any, RunRecords]) -> RunRecords:
+    """For callers inside a loop that they don't give up, as the cells of a notebook are."""
+    loop = new_loop()
+    task = loop.create_task(run)
+    try:
+        with ThreadPoolExecutor(1, "drive") as pool:
+            done = pool.submit(loop.run_until_complete, task)
+            try:
+                return done.result()
+            except KeyboardInterrupt:
+                loop.call_soon_threadsafe(task.cancel)
+                return done.result()
+    finally:
+        loop.close()
 
 
 def new_loop() -> asyncio.AbstractEventLoop:
@@ -112,10 +134,12 @@ def _fine_selector() -> selectors.BaseSelector:
         return selectors.DefaultSelector()
 
     class Fine(selectors.EpollSelector):
-        """Epoll waits whole milliseconds; select(2) on the epoll descriptor waits microseconds."""
+        """Epoll waits whole milliseconds, so it ends early; select(2) on its descriptor waits the rest."""
 
         def select(self, timeout: float | None = None) -> Any:
             if timeout is not None and timeout > 0:
+                if timeout > 2 * COARSE_S:
+                    return super().select(timeout - COARSE_S)
                 select.select([self.fileno()], [], [], timeout)
                 timeout = 0
             return super().select(timeout)
