@@ -75,15 +75,19 @@ async def drive(
     timeout_s: float | None = None,
     on_progress: OnProgress | None = None,
     beside: Sequence[Beside] = (),
+    collect: bool = True,
 ) -> RunRecords:
     """Send a workload and wait for every answer.
 
     A request is late rather than left out: its latencies count from its intended start. `timeout_s`
     counts from its actual send; a timed-out request keeps the tokens that came. Cancelled once (Ctrl-C
     under `run_service`) it returns what was measured, with `interrupted`; what was running then has
-    no outcome.
+    no outcome. `collect` collects garbage first, so that none falls into the run; many short runs go
+    without.
     """
     run = _Drive(service, encoder, limits, timeout_s, on_progress)
+    if not collect:
+        return await run.run(workload, pacing or OpenLoop(), beside)
     gc.collect()
     gc.freeze()  # what is there by now need not be looked at again during the run
     try:
