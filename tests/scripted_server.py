@@ -12,6 +12,7 @@ import json
 import select
 import selectors
 from collections.abc import Callable, Sequence
+from unittest import mock
 
 from perflab.clock import VirtualClock
 from perflab.load.drive import drive
@@ -136,5 +137,5 @@ def play(
             await asyncio.sleep(0.001)  # so that the server sees who went away
             return records, server
 
-    with asyncio.Runner(loop_factory=lambda: VirtualLoop(clock)) as runner:
+    with mock.patch("gc.collect"), asyncio.Runner(loop_factory=lambda: VirtualLoop(clock)) as runner:
         return runner.run(run())

@@ -12,12 +12,11 @@ from dataclasses import replace
 from typing import Any, Self
 from urllib.parse import urlsplit
 
-import aiohttp
-
 from perflab.clock import Clock, WallClock, clock_id
 from perflab.errors import ServiceError, WorkloadError
+from perflab.load.http_client import Body, Client, Exchange, Reader
 from perflab.load.prompts import Chat, PromptEncoder
-from perflab.load.sse import Answer, BodyReader, EventReader, loads, message
+from perflab.load.sse import Answer, BodyReader, EventReader, dumps, loads, message
 from perflab.load.workloads import TimedRequest
 from perflab.types import OUTCOME_OF, RequestRecord, Span
 
@@ -25,8 +24,6 @@ PATHS = {"chat": "/chat/completions", "completions": "/completions"}
 REFUSED = (429, 503)
 """Statuses by which a server that is full refuses a request."""
 
-LOST = (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError, ConnectionError)
-JSON = "application/json"
 SHORT = 2_000
 """Bytes of an error's body that are read."""
 
@@ -65,7 +62,8 @@ class HTTPService:
         self.root = f"{parts.scheme}://{parts.netloc}"
         path = parts.path.removesuffix(PATHS["chat"]).removesuffix(PATHS["completions"]).rstrip("/")
         self.base = self.root + (path or "/v1")
-        self._target = self.base + PATHS[endpoint]
+        self._path = path or "/v1"
+        self._target = self._path + PATHS[endpoint]
         self.model, self.endpoint, self.stream = model, endpoint, stream
         self.clock: Clock = clock or WallClock()
         self.texts: dict[str, str] = {}
@@ -78,44 +76,29 @@ class HTTPService:
         self._uncounted: list[tuple[RequestRecord, Answer]] = []
 
     async def __aenter__(self) -> Self:
-        trace = aiohttp.TraceConfig()
-        trace.on_connection_create_end.append(self._stamp("connect"))
-        trace.on_request_chunk_sent.append(self._stamp("send"))
-        self.session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._connect_timeout_s),
-            headers=self._headers,
-            trace_configs=[trace],
-        )
-        try:
-            self.model = self.model or await self._first_model()
-        except BaseException:
-            await self.session.close()
-            raise
+        self._client = Client(self.root, self._headers, self.clock.now)
+        if self.model is None:
+            self.model = await self._first_model()
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self.session.close()
-
-    def _stamp(self, name: str) -> Any:
-        async def note(session: Any, context: Any, params: Any) -> None:
-            if context.trace_request_ctx is not None:
-                context.trace_request_ctx[name] = self.clock.now()
-
-        return note
+        self._client.close()
 
     async def _first_model(self) -> str:
+        body = Body()
         try:
-            async with self.session.get(f"{self.base}/models") as answer:
-                body = await answer.text()
-                if answer.status in (401, 403):
-                    raise ServiceError(f"{self.base} wants another key (HTTP {answer.status})")
-                return str(loads(body)["data"][0]["id"])
-        except (aiohttp.ClientError, OSError) as error:
+            exchange = Exchange(lambda exchange: body)
+            await self._client.send(f"{self._path}/models", None, exchange, self._connect_timeout_s)
+            if exchange.status in (401, 403):
+                raise ServiceError(f"{self.base} wants another key (HTTP {exchange.status})")
+            return str(loads(body.data)["data"][0]["id"])
+        except OSError as error:
+            self._client.close()
             raise ServiceError(
-                f"no server answers at {self.base}: start it or check the address ({error})"
+                f"no server answers at {self.base}: start it or check the address ({error or 'time-out'})"
             ) from None
         except (ValueError, LookupError, TypeError):
+            self._client.close()
             raise ServiceError(f"{self.base}/models lists no model: name one, or check the address") from None
 
     def describe(self) -> dict[str, Any]:
@@ -163,10 +146,10 @@ class HTTPService:
 
     async def send(self, request: TimedRequest, record: RequestRecord) -> None:
         """One request with its retries. Cancelled, it closes the connection, so that the server sees it."""
-        body, began = self.body(request), record.sent_ns
+        body, began = dumps(self.body(request)), record.sent_ns
         answer, stamps = Answer(), dict[str, int]()
         try:
-            while (wait_s := await self._attempt(body, record, answer, stamps)) is not None:
+            while (wait_s := await self._attempt(body, answer, stamps, record)) is not None:
                 await asyncio.sleep(wait_s)
                 failed, began = began, self.clock.now()
                 record.spans.append(Span("retry", failed, began))
@@ -174,53 +157,49 @@ class HTTPService:
                 record.finish_reason = record.error = None
                 answer, stamps = Answer(), {}
         finally:
-            record.end_ns = self.clock.now()
+            record.end_ns = stamps.get("stream") or self.clock.now()
             self._fill(record, answer, stamps, began)
 
     async def _attempt(
-        self, body: dict[str, Any], record: RequestRecord, answer: Answer, stamps: dict[str, int]
+        self, body: bytes, answer: Answer, stamps: dict[str, int], record: RequestRecord
     ) -> float | None:
         """One send; seconds until the next, or None where it was the last and the end is known."""
-        now = self.clock.now
+        refusal = Body(SHORT)
+
+        def reader(exchange: Exchange) -> Reader:
+            if exchange.status != 200:
+                return refusal
+            json = exchange.headers.get("content-type", "").startswith("application/json")
+            return BodyReader(answer) if json else EventReader(answer)
+
+        exchange = Exchange(reader, stamps)
         again = record.attempts <= self._retries
         wait_s = self._retry_s * 2 ** (record.attempts - 1)
-        patience = asyncio.timeout(self._first_byte_timeout_s)
         try:
-            async with (
-                patience,
-                self.session.post(self._target, json=body, trace_request_ctx=stamps) as response,
-            ):
-                stamps["server_wait"] = now()
-                if response.status != 200:
-                    words = await response.content.read(SHORT)
-                    record.finish_reason = "rejected" if response.status in REFUSED else "error"
-                    record.error = f"HTTP {response.status}: {_words(words)}"
-                    if again and record.finish_reason == "rejected":
-                        return _seconds(response.headers.get("Retry-After"), wait_s)
-                    return None
-                reader = (BodyReader if response.content_type == JSON else EventReader)(answer)
-                async for data in response.content.iter_any():
-                    time_ns = now()
-                    if "first_byte" not in stamps:
-                        stamps["first_byte"] = time_ns
-                        patience.reschedule(None)
-                    reader.feed(data, time_ns)
-                reader.close(now())
-            record.finish_reason = answer.end()
+            async with asyncio.timeout(self._first_byte_timeout_s) as patience:
+                exchange.on_first_byte = lambda: patience.reschedule(None)
+                await self._client.send(self._target, body, exchange, self._connect_timeout_s)
         except TimeoutError:
-            record.finish_reason = "deadline"
-            answer.fail(
-                f"no first byte within {self._first_byte_timeout_s:g} s"
-                if patience.expired()
-                else f"no connection within {self._connect_timeout_s:g} s"
-            )
-        except (aiohttp.ClientError, OSError) as error:
-            stale = "connect" not in stamps and isinstance(error, LOST)  # idle for too long
-            if "server_wait" not in stamps and (again or (stale and record.attempts == 1)):
+            late, limit = ("first byte", self._first_byte_timeout_s)
+            if not patience.expired():
+                late, limit = "connection", self._connect_timeout_s
+            record.finish_reason, record.error = "deadline", f"no {late} within {limit:g} s"
+            return None
+        except OSError as error:
+            stale = (
+                "send" in stamps and "connect" not in stamps and record.attempts == 1
+            )  # idled for too long
+            if not exchange.status and (again or stale):
                 return 0.0 if stale else wait_s
-            record.finish_reason = "error"
-            answer.fail(_named(error, stamps, answer))
-        record.error = answer.error
+            answer.fail(_named(error, exchange, answer))
+        if exchange.status in (0, 200):
+            record.finish_reason = answer.end()
+            record.error = answer.error
+            return None
+        record.finish_reason = "rejected" if exchange.status in REFUSED else "error"
+        record.error = f"HTTP {exchange.status}: {_words(refusal.data)}"
+        if again and record.finish_reason == "rejected":
+            return _seconds(exchange.headers.get("retry-after"), wait_s)
         return None
 
     def _fill(self, record: RequestRecord, answer: Answer, stamps: dict[str, int], began: int) -> None:
@@ -241,12 +220,9 @@ class HTTPService:
         record.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
         record.prompt_tokens = record.prompt_tokens or record.server_prompt_tokens or 0
         at = began
-        for name in ("connect", "send", "server_wait", "first_byte"):
-            if name in stamps:
-                record.spans.append(Span(name, at, stamps[name]))
-                at = stamps[name]
-        if "first_byte" in stamps and record.end_ns is not None:
-            record.spans.append(Span("stream", at, record.end_ns))
+        for name, until in stamps.items():  # in the order in which they were stamped
+            record.spans.append(Span(name, at, until))
+            at = until
         if answer.extra and answer.extra.get("clock_id") == clock_id() is not None:
             record.spans += [Span(f"server.{name}", *ends) for name, *ends in answer.extra["spans"]]
         self.texts[record.request_id] = "".join(answer.content)
@@ -282,9 +258,9 @@ def _seconds(retry_after: str | None, default: float) -> float:
         return default
 
 
-def _named(error: Exception, stamps: Mapping[str, int], answer: Answer) -> str:
-    """One name for each way in which a connection fails, whatever the library calls it."""
-    if isinstance(error, aiohttp.ClientConnectorError):
-        return f"no connection: {error.os_error.strerror or error}"
-    when = f"after {len(answer.times)} chunks" if "server_wait" in stamps else "before the answer"
-    return f"connection lost {when} ({type(error).__name__})"
+def _named(error: OSError, exchange: Exchange, answer: Answer) -> str:
+    """One name for each way in which a connection fails."""
+    if "send" not in exchange.stamps:
+        return f"no connection: {error.strerror or error}"
+    when = f"after {len(answer.times)} chunks" if exchange.status else "before the answer"
+    return f"connection lost {when} ({error or type(error).__name__})"

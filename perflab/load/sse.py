@@ -10,12 +10,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from perflab.load.http_client import Body
 from perflab.types import FinishReason
 
 try:
-    from orjson import loads
-except ImportError:  # the standard library's is slower and does as well
-    from json import loads  # type: ignore[assignment]
+    from orjson import dumps, loads
+except ImportError:  # the standard library's are slower and do as well
+    import json
+
+    loads = json.loads  # type: ignore[assignment]
+
+    def dumps(value: Any) -> bytes:  # type: ignore[misc]
+        return json.dumps(value).encode()
+
 
 CUT_OFF = {"length", "max_tokens"}
 BROKEN = {"error", "abort", "cancelled"}
@@ -117,7 +124,8 @@ def apportion(total: int, weights: Sequence[int]) -> list[int]:
     spare, over = total - least * len(weights), [max(0, weight - least) for weight in weights]
     if not any(over):
         over = [1] * len(over)
-    exact = [spare * each / sum(over) for each in over]
+    share = spare / (sum(over) or 1)
+    exact = [share * each for each in over]
     parts = [least + int(x) for x in exact]
     by_remainder = sorted(range(len(parts)), key=lambda i: int(exact[i]) - exact[i])
     for i in by_remainder[: total - sum(parts)]:
@@ -165,19 +173,16 @@ class EventReader:
             parse(self._answer, data, now_ns)
 
 
-class BodyReader:
-    """Collects a body that is not streamed; its times are those of its end."""
+class BodyReader(Body):
+    """A body that is not streamed; the time of its tokens is that of its end."""
 
     def __init__(self, answer: Answer) -> None:
+        super().__init__(most=1 << 28)
         self._answer = answer
-        self._body = b""
-
-    def feed(self, data: bytes, now_ns: int) -> None:
-        self._body += data
 
     def close(self, now_ns: int) -> None:
         self._answer.whole = True
-        parse(self._answer, self._body, now_ns)
+        parse(self._answer, self.data, now_ns)
 
 
 def parse(answer: Answer, data: bytes, now_ns: int) -> None:
