@@ -14,11 +14,15 @@ from perflab.config import EngineConfig
 from perflab.errors import WorkloadError
 from perflab.load.arrivals import Arrivals
 from perflab.load.build import build
-from perflab.load.prompts import Chat, PromptEncoder, Synthetic
+from perflab.load.prompts import Blocks, Chat, PromptEncoder, Synthetic
 from perflab.load.run import run_load
+from perflab.load.sessions import sessions
 from perflab.load.traces import from_prompts, from_trace
-from perflab.load.workloads import TimedRequest, Workload, synthetic
+from perflab.load.workloads import TimedRequest, TrafficClass, Workload, mix, synthetic
 from perflab.measure import latency, metrics
+from perflab.measure.metrics import SLO
+from perflab.models.load import load
+from perflab.models.tiny import tiny
 from perflab.types import SamplingParams
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -48,12 +52,65 @@ def test_arrivals_have_their_burstiness(kind, cv):
     assert gaps.std() / gaps.mean() == pytest.approx(cv, abs=0.15)
 
 
+def test_bursts_keep_the_mean_and_leave_the_pauses_empty():
+    times = np.array(Arrivals("bursts", 5.0, on_s=2.0, off_s=8.0).times(duration_s=1000.0, seed=2))
+    assert len(times) / 1000 == pytest.approx(5.0, rel=0.1)
+    assert (times % 10 <= 2.0 + 1e-9).all()
+
+
+def test_a_ramp_goes_from_one_rate_to_the_other_and_on():
+    even = np.array(Arrivals("ramp", 1.0, to_rate_per_s=9.0, over_s=100.0, cv=0).times(duration_s=200.0))
+    assert len(even) == pytest.approx(500 + 900, abs=1)
+    per_tenth, _ = np.histogram(even, 10, (0, 100))
+    assert per_tenth == pytest.approx([10 * (1.4 + 0.8 * i) for i in range(10)], abs=1)
+    falling = np.array(Arrivals("ramp", 9.0, to_rate_per_s=1.0, over_s=100.0, cv=0).times(duration_s=100.0))
+    assert len(falling) == pytest.approx(500, abs=1)
+    level = Arrivals("ramp", 4.0, to_rate_per_s=4.0, over_s=10.0, cv=0).times(9)
+    assert level == pytest.approx(Arrivals("constant", 4.0).times(9))
+
+
+def test_steps_hold_each_rate_and_then_the_last():
+    even = Arrivals("steps", rates_per_s=(1.0, 5.0, 2.0), over_s=10.0, cv=0).times(duration_s=50.0)
+    assert np.histogram(even, 5, (0, 50))[0].tolist() == [10, 50, 20, 20, 20]
+
+
+@pytest.mark.parametrize("kind", ["constant", "poisson", "gamma", "bursts", "ramp", "steps"])
+def test_a_number_and_a_duration_cut_one_and_the_same_stream(kind):
+    arrivals = Arrivals(kind, 50.0, cv=2.0, to_rate_per_s=80.0, over_s=20.0, rates_per_s=(40.0, 70.0))
+    whole = arrivals.times(duration_s=200.0, seed=5)
+    assert len(whole) > 8192  # more than one batch
+    assert whole == sorted(whole)
+    assert whole[-1] < 200.0
+    assert arrivals.times(len(whole), seed=5) == whole
+    assert arrivals.times(50, seed=5, duration_s=200.0) == whole[:50]
+
+
 @pytest.mark.parametrize(
-    "bad", [{"kind": "often"}, {"kind": "poisson"}, {"kind": "constant", "rate_per_s": 0}, {"cv": -1.0}]
+    "bad",
+    [
+        {"kind": "often"},
+        {"kind": "poisson"},
+        {"kind": "constant", "rate_per_s": 0},
+        {"cv": -1.0},
+        {"kind": "gamma", "rate_per_s": 1.0, "cv": 0.0},
+        {"kind": "ramp", "rate_per_s": 1.0, "over_s": 5.0},
+        {"kind": "ramp", "rate_per_s": 1.0, "to_rate_per_s": 2.0},
+        {"kind": "steps", "over_s": 5.0},
+        {"kind": "steps", "over_s": 5.0, "rates_per_s": (1.0, 0.0)},
+        {"kind": "bursts", "rate_per_s": 1.0, "on_s": 0.0},
+    ],
 )
 def test_impossible_arrivals_are_refused(bad):
     with pytest.raises(WorkloadError):
         Arrivals(**bad)
+
+
+@pytest.mark.parametrize("times", [{}, {"duration_s": 0.0}, {"duration_s": -1.0}])
+def test_a_stream_without_an_end_is_refused(times):
+    with pytest.raises(WorkloadError):
+        Arrivals("poisson", 1.0).times(**times)
+    with pytest.raises(WorkloadError, match="number of requests"):
+        Arrivals().times(duration_s=5.0)
 
 
 @pytest.mark.parametrize("start", [[], [7]])
@@ -73,6 +130,123 @@ def test_shared_documents_share_exactly_their_tokens():
     assert a[48:] != b[48:]
     assert a[:16] != other[:16]
     assert ENCODER.ids(Synthetic(64, 1))[:16] != ENCODER.ids(Synthetic(64, 2))[:16]
+
+
+@pytest.fixture(scope="module")
+def smollm():
+    """The embedded model's tokenizer; its weights are never read."""
+    return load("smollm2-135m")
+
+
+def test_prompts_are_exact_as_text_and_after_decoding(smollm):
+    encoder = PromptEncoder(smollm.encode, smollm.chat)
+    texts = [encoder.text(Synthetic(128, seed), "x7k2") for seed in range(200)]
+    for text in texts:
+        ids = smollm.encode(text)
+        assert len(ids) == 128
+        assert len(smollm.encode(smollm.decode(ids))) == 128
+    assert len({text[:16] for text in texts}) == 200  # one block in, they all differ
+    assert all(text.startswith("x7k2 ") for text in texts)
+
+
+def test_conversations_are_exact_with_their_template(smollm):
+    encoder = PromptEncoder(smollm.encode, smollm.chat)
+    for tokens in (48, 128, 1000):
+        chat = encoder.chat(Synthetic(tokens, seed=3), "x7k2")
+        assert len(smollm.chat(chat.messages)) == tokens
+        assert chat.user.startswith("x7k2 ")
+    with pytest.raises(WorkloadError, match="no text of exactly 8 tokens"):
+        encoder.chat(Synthetic(8))
+    with pytest.raises(WorkloadError, match="completions"):
+        encoder.chat((1, 2, 3))
+
+
+@pytest.mark.parametrize("salt", ["", "x7k2"])
+def test_every_length_can_be_made(smollm, salt):
+    encoders = [PromptEncoder(m.encode, m.chat) for m in (smollm, tiny("llama"), FakeModel())]
+    for encoder in encoders:
+        for tokens in [*range(1, 40), 777]:
+            assert encoder.count(encoder.text(Synthetic(tokens, seed=tokens), salt)) == tokens
+
+
+def test_blocks_share_what_their_numbers_share(smollm):
+    encoder = PromptEncoder(smollm.encode, smollm.chat)
+    prompts = [Blocks(((0, 64), (1, 32))), Blocks(((0, 64), (2, 32))), Blocks(((3, 64), (1, 32)))]
+    for salt in ("", "x7k2"):
+        for ids in (
+            [encoder.ids(p, salt) for p in prompts],
+            [smollm.encode(encoder.text(p, salt)) for p in prompts],
+        ):
+            assert [len(i) for i in ids] == [96, 96, 96]
+            assert ids[0][:63] == ids[1][:63]
+            assert ids[0][64:80] != ids[1][64:80]
+            assert ids[0][:16] != ids[2][:16]
+
+
+def test_a_salt_changes_every_prompt_from_its_first_word_and_nothing_else():
+    whole = synthetic(requests=3, input_tokens=64, shared_tokens=32, seed=4)
+    salted = whole.salted("x7k2")
+    assert salted.fingerprint == whole.fingerprint
+    for asked in salted.requests:
+        plain, other = ENCODER.ids(asked.prompt), ENCODER.ids(asked.prompt, asked.salt)
+        assert len(plain) == len(other) == 64
+        assert plain[:5] != other[:5]
+    first, second = (ENCODER.ids(r.prompt, r.salt) for r in salted.requests[:2])
+    assert first[:32] == second[:32]  # the shared document, salted once for the run
+    assert ENCODER.text("Why?", "s") == "s Why?"
+    assert ENCODER.chat(Chat("Why?", "Be brief."), "s") == Chat("Why?", "s Be brief.")
+    assert ENCODER.chat(Chat("c", None, (("a", "b"),)), "s") == Chat("c", None, (("s a", "b"),))
+    assert ENCODER.text((1, 2), "s") == (1, 2)
+
+
+def test_sessions_grow_by_what_was_said():
+    talk = sessions(sessions=2, turns=3, system_tokens=40, input_tokens=8, output_tokens=4)
+    assert [r.prompt_length for r in talk.requests] == [48, 60, 72] * 2
+    prompts = [ENCODER.ids(r.prompt, "s") for r in talk.requests]
+    assert prompts[1][:48] == prompts[0]
+    assert prompts[2][:60] == prompts[1]
+    assert prompts[3][:40] == prompts[0][:40]
+    assert prompts[3][40:] != prompts[0][40:]
+    assert [(r.session_id, r.turn) for r in talk.requests[2:4]] == [("sessions-000", 2), ("sessions-001", 0)]
+
+
+def test_a_mix_draws_by_weight_and_keeps_class_priority_and_limits():
+    chat = TrafficClass("chat", synthetic(requests=5, name="c"), 3.0, SLO(ttft_s=0.5), priority=-1)
+    batch = TrafficClass("batch", sessions(sessions=2, turns=2), 1.0, deadline_s=60.0)
+    load = mix([chat, batch], Arrivals("poisson", 10.0), duration_s=60.0, seed=3)
+    kinds = [r.request_class for r in load.requests]
+    drawn = kinds.count("chat"), kinds.count("batch") / 2
+    assert drawn[0] / sum(drawn) == pytest.approx(0.75, abs=0.05)
+    assert load.slos == {"chat": SLO(ttft_s=0.5)}
+    assert {(r.request_class, r.priority, r.deadline_s) for r in load.requests} == {
+        ("chat", -1, None),
+        ("batch", 0, 60.0),
+    }
+    turns = {r.request_id: r for r in load.requests if r.session_id == "batch-sessions-001~3"}
+    assert sorted(turns) == ["batch-sessions-001.0~3", "batch-sessions-001.1~3"]
+    assert (
+        load.fingerprint == mix([chat, batch], Arrivals("poisson", 10.0), duration_s=60.0, seed=3).fingerprint
+    )
+    with pytest.raises(WorkloadError, match="own name"):
+        mix([chat, chat], Arrivals("poisson", 10.0), requests=4)
+
+
+def test_a_mix_and_sessions_can_be_declared(tmp_path):
+    (tmp_path / "t.csv").write_text("arrival_s,input_tokens,output_tokens\n0,30,4\n")
+    spec = {
+        "kind": "mix",
+        "requests": 6,
+        "arrivals": {"kind": "poisson", "rate_per_s": 2.0},
+        "classes": [
+            {"name": "talk", "slo": {"ttft_s": 1.0}, "workload": {"kind": "sessions", "turns": 2}},
+            {"name": "trace", "weight": 2, "workload": {"kind": "trace", "path": "t.csv"}},
+        ],
+    }
+    load = build(spec, tmp_path)
+    assert load.slos == {"talk": SLO(ttft_s=1.0)}
+    assert {r.request_class for r in load.requests} == {"talk", "trace"}
+    with pytest.raises(WorkloadError, match="needs 'classes'"):
+        build({"kind": "mix"})
 
 
 def test_the_same_declaration_asks_the_same():

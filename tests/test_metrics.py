@@ -3,52 +3,20 @@
 from __future__ import annotations
 
 import math
-import os
+from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scripted import request
 
 from perflab.clock import NS_PER_S
-from perflab.measure import metrics
+from perflab.measure import metrics, rates
 from perflab.measure.metrics import SLO
-from perflab.measure.noise import Noise, busy_cpu_s, usable_cpus
-from perflab.measure.validity import Expected, judge
+from perflab.measure.timeline import timeline
 from perflab.types import RequestRecord
 
 MS = 1_000_000
-
-
-def request(
-    name: str = "r",
-    intended: float = 0.0,
-    first: float | None = 0.1,
-    gap: float = 0.02,
-    chunks: int = 10,
-    per_chunk: int = 1,
-    outcome: str = "completed",
-    sent: float | None = None,
-    first_chunk: int | None = None,
-    **more,
-) -> RequestRecord:
-    """A request from seconds: first chunk at intended + first, then one per gap."""
-    start = round(intended * NS_PER_S)
-    times = [] if first is None else [start + round((first + i * gap) * NS_PER_S) for i in range(chunks)]
-    sizes = [per_chunk] * len(times)
-    if first_chunk is not None:
-        sizes[0] = first_chunk
-    return RequestRecord(
-        request_id=name,
-        intended_ns=start,
-        sent_ns=start if sent is None else round(sent * NS_PER_S),
-        prompt_tokens=8,
-        first_token_ns=times[0] if times else None,
-        last_token_ns=times[-1] if times else None,
-        end_ns=times[-1] if times else start,
-        output_tokens=sum(sizes),
-        token_ns=times,
-        chunk_tokens=sizes,
-        outcome=outcome,
-        **more,
-    )
 
 
 def test_multi_token_chunks_keep_gap_and_time_per_token_apart():
@@ -196,45 +164,123 @@ def test_a_random_stream_keeps_its_rate():
     assert metrics.steady_throughput(records).requests_per_s == pytest.approx(5.0, rel=0.1)
 
 
-def names(verdict):
-    return [name for name, _ in verdict.reasons]
+def test_reasoning_is_a_token_and_not_content():
+    r = request(first=0.15, gap=0.05, chunks=40)
+    r.first_content_ns = 2 * NS_PER_S
+    assert metrics.ttft_s(r) == pytest.approx(0.15)
+    assert metrics.first_content_s(r) == pytest.approx(2.0)
+    assert metrics.first_content_s(request()) is None  # cut before any content: missing, not 0
 
 
-def test_verdict_names_every_reason():
-    quiet = Noise(0.01, 1.0, 1.0)
-    good = [request(f"{i}") for i in range(8)]
-    expected = {f"{i}": Expected(8, 10) for i in range(8)}
-    assert judge(good, planned=8, expected=expected, noise=quiet).valid
-    assert names(judge(good, planned=9, noise=quiet)) == ["incomplete"]
-    assert names(judge(good[:3], noise=quiet)) == ["too few samples"]
-    assert names(judge(good, noise=Noise(0.6, 1.0, 1.0))) == ["machine too noisy"]
-    assert names(judge(good, expected={"3": Expected(9, 10)}, noise=quiet)) == ["length mismatch"]
-    assert names(judge(good, expected={"3": Expected(8, 11)}, noise=quiet)) == ["length mismatch"]
-    assert names(judge([*good, request("x", outcome="failed")], noise=quiet)) == ["failures"]
-    assert names(judge(good, noise=quiet, open_loop=True)) == ["no steady state"]
-    good[0].admitted_ns, good[0].cached_tokens = 5, 16
-    good[1].admitted_ns = 9
-    assert names(judge(good, noise=quiet)) == ["cache-assisted"]
+def test_requests_of_the_warm_up_are_left_out_by_their_start_and_counted():
+    """Twenty requests of the warm-up end after it, with the warm-up's latency."""
+    slow = [request(f"w{i}", first=14.0, gap=61.0, chunks=2) for i in range(20)]
+    normal = [request(f"{i}", intended=70.0 + i, first=1.2) for i in range(30)]
+    kept, left_out = metrics.after_warm_up([*slow, *normal], 70 * NS_PER_S)
+    assert left_out == 20
+    assert metrics.LATENCIES["TTFT"](kept, 0.99).value == pytest.approx(1.2)
+    assert max(metrics.samples(slow, metrics.e2e_s)) == 75.0  # these ended inside the measured time
 
 
-def test_hits_on_what_the_run_itself_cached_are_valid():
-    good = [request(f"{i}") for i in range(8)]
-    good[0].admitted_ns = 5
-    good[1].admitted_ns, good[1].cached_tokens = 9, 16
-    assert judge(good, noise=Noise(0.0, 1.0, 1.0)).valid
+def test_two_lengths_cancel_what_the_prompt_cost():
+    """2 s of prefill and 10 ms a token: E2E / N would say 210 ms of ten tokens."""
+    short, long = (request(first=2.0, gap=0.01, chunks=n) for n in (10, 110))
+    assert metrics.s_per_token_by_two_lengths(short, long) == pytest.approx(0.01)
+    assert metrics.s_per_token_by_two_lengths(short, short) is None
+    assert metrics.s_per_token_by_two_lengths(short, replace(long, outcome="failed")) is None
 
 
-def test_unknown_noise_is_a_note():
-    verdict = judge([request(f"{i}") for i in range(8)], noise=None)
-    assert verdict.valid
-    assert any("unknown" in note for note in verdict.notes)
+def test_each_class_is_judged_by_its_own_limits():
+    records = [request(f"c{i}", first=0.1, request_class="chat") for i in range(4)]
+    records += [request(f"b{i}", first=5.0, request_class="batch") for i in range(4)]
+    records += [request("c9", first=0.9, request_class="chat"), request("x", request_class="other")]
+    found = metrics.goodput_by_class(records, {"chat": SLO(ttft_s=0.5), "batch": SLO(ttft_s=9.0)})
+    assert {name: (g.met, g.sent) for name, g in found.items()} == {
+        "batch": (4, 4),
+        "chat": (4, 5),
+        "other": (1, 1),
+    }
 
 
-def test_busy_time_is_that_of_the_usable_cores(tmp_path):
-    stat, (core, *_) = tmp_path / "stat", usable_cpus()
-    stat.write_text(
-        f"cpu  9 9 9 9 9 9 9 9 0 0\ncpu{core} 100 10 20 500 50 3 2 5 7 0\ncpu999 1 1 1 1 1 1 1 1\nintr 1\n"
-    )
-    # user, nice, system, irq, softirq and steal; neither idle nor waiting for disks nor other cores
-    assert busy_cpu_s(stat) == pytest.approx(140 / os.sysconf("SC_CLK_TCK"))
-    assert busy_cpu_s(tmp_path / "none") is None
+def test_success_is_of_all_that_their_users_did_not_cancel():
+    records = [request(outcome=o) for o in ("completed", "completed", "rejected", "timed_out", "cancelled")]
+    share = metrics.success(records)
+    assert (share.value, share.n) == (0.5, 4)
+    assert metrics.success([]).value is None
+
+
+@pytest.mark.parametrize(("last_rate", "trending"), [(5, False), (25, True)])
+def test_a_rate_that_climbs_is_a_trend(last_rate, trending):
+    import random
+
+    rng, now, records = random.Random(1), 0.0, []
+    while now < 100:
+        now += rng.expovariate(5 + (last_rate - 5) * now / 100)
+        records.append(request(f"{len(records)}", intended=now, first=rng.uniform(0.2, 0.4), chunks=1))
+    change = rates.trend(records, metrics.steady_throughput(records))
+    assert change == (pytest.approx(4 / 3, abs=0.3) if trending else None)  # 20 more than 5, over their mean
+
+
+def test_bursts_are_no_trend():
+    """A burst of twelve every five seconds keeps one rate, however uneven the parts of the window are."""
+    records = [
+        request(f"{i}-{k}", intended=5.0 * i, first=0.1 + 0.01 * k, chunks=1)
+        for i in range(20)
+        for k in range(12)
+    ]
+    window = metrics.steady_throughput(records)
+    assert window.requests_per_s == pytest.approx(12 / 5, rel=0.05)
+    assert rates.trend(records, window) is None
+
+
+REQUESTS = st.builds(
+    request,
+    name=st.uuids().map(str),
+    intended=st.floats(0, 50),
+    first=st.one_of(st.none(), st.floats(0.001, 20)),
+    gap=st.floats(0, 2),
+    chunks=st.integers(1, 30),
+    per_chunk=st.integers(1, 8),
+    first_chunk=st.one_of(st.none(), st.integers(1, 8)),
+    outcome=st.sampled_from(["completed", "failed", "timed_out", "rejected", "cancelled", None]),
+)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(REQUESTS, min_size=1, max_size=8), st.floats(0.05, 5))
+def test_whatever_the_requests_the_peak_is_no_less_than_the_mean(records, part_s):
+    whole, found = metrics.throughput(records), timeline(records, part_s)
+    if whole is None:
+        assert found is None
+        return
+    assert found.peak_tokens_per_s >= whole.output_tokens_per_s * (1 - 1e-9)
+    width = found.edges_s[1] - found.edges_s[0]
+    assert (found.tokens_per_s * width).sum() == pytest.approx(sum(r.output_tokens for r in records))
+    assert (found.in_flight >= found.without_token - 1e-6).all()
+    assert found.in_flight.max() <= len(records) + 1e-6
+
+
+@settings(deadline=None, max_examples=60)
+@given(REQUESTS)
+def test_gaps_and_the_first_token_end_at_the_last_one(r: RequestRecord):
+    if r.first_token_ns is None:
+        assert metrics.itl_s(r) == []
+        return
+    last = (r.last_token_ns - r.intended_ns) / NS_PER_S
+    assert sum(metrics.itl_s(r)) + metrics.ttft_s(r) == pytest.approx(last, abs=1e-6)
+    assert sum(metrics.tokens_per_chunk(r)) == r.output_tokens
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(REQUESTS, max_size=8))
+def test_counts_add_up_and_percentiles_climb(records):
+    count = metrics.counts(records)
+    kinds = count.completed, count.failed, count.timed_out, count.rejected, count.cancelled, count.unfinished
+    assert sum(kinds) == count.sent == len(records)
+    for name in ("TTFT", "TPOT", "E2E"):
+        values = [metrics.LATENCIES[name](records, q).value for q in (0.1, 0.5, 0.9, 0.99)]
+        assert values == sorted(values) if values[0] is not None else values == [None] * 4
+    everyone = metrics.samples(records, metrics.e2e_s)
+    empty = sum(r.outcome == "completed" and r.last_token_ns is None for r in records)
+    assert len(everyone) == count.sent - count.cancelled - empty
+    assert sum(map(math.isinf, everyone)) == count.sent - count.cancelled - count.completed

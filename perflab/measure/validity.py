@@ -127,6 +127,8 @@ def _complete(
         yield "failures", f"{bad} of {count.sent} requests"
     elif bad:
         yield None, f"{bad} of {count.sent} requests failed, timed out or were refused"
+    if empty := sum(r.outcome == "completed" and not r.output_tokens for r in records):
+        yield None, f"{empty} requests were answered without a token: they have no latency"
     if again := sum(r.attempts > 1 for r in records):
         yield None, f"{again} requests were sent more than once; the time of every attempt counts"
     if left_out:
@@ -137,7 +139,7 @@ def _lengths(records: Sequence[RequestRecord], expected: Mapping[str, Expected])
     wrong: list[str] = []
     totals = {"prompt": [0, 0], "output": [0, 0]}
     for r in records:
-        want = expected.get(r.request_id)
+        want = _asked(expected, r)
         if want is None or r.outcome != "completed":
             continue
         for kind, asked, got in (
@@ -153,13 +155,19 @@ def _lengths(records: Sequence[RequestRecord], expected: Mapping[str, Expected])
         yield "length mismatch", f"{len(wrong)} requests, {', '.join(sums)}; e.g. {wrong[0]}"
 
 
+def _asked(expected: Mapping[str, Expected], record: RequestRecord) -> Expected | None:
+    """A request that was asked again goes by its first name and `~1`, `~2`, …"""
+    name = record.request_id
+    return expected.get(name) or expected.get(name.partition("~")[0])
+
+
 def _tokenizers(records: Sequence[RequestRecord], expected: Mapping[str, Expected]) -> Iterator[Finding]:
     """A constant difference is what a chat template or a BOS adds; any other is another tokenizer."""
     pairs = [
         (r.prompt_tokens, r.server_prompt_tokens)
         for r in records
         if r.server_prompt_tokens is not None
-        and (want := expected.get(r.request_id)) is not None
+        and (want := _asked(expected, r)) is not None
         and want.prompt_tokens is not None
     ]
     client, server = sum(c for c, _ in pairs), sum(s for _, s in pairs)
