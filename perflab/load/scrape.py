@@ -10,11 +10,12 @@ import asyncio
 import math
 from collections.abc import Iterator
 from contextlib import suppress
-
-import aiohttp
+from functools import partial
+from urllib.parse import urlsplit
 
 from perflab.clock import NS_PER_S, Clock, seconds_to_ns
 from perflab.load.drive import Beside
+from perflab.load.http_client import Body, Client, Exchange
 from perflab.types import Sample
 
 NAMES: dict[str, tuple[str, ...]] = {
@@ -73,6 +74,7 @@ NAMES: dict[str, tuple[str, ...]] = {
 }
 """Our name of each quantity, and the servers': shares are 0 to 1, totals count from a server's start."""
 
+PATIENCE_S = 5.0
 KNOWN = {theirs: ours for ours, names in NAMES.items() for theirs in names}
 TRITON = {
     ("nv_trt_llm_request_metrics", "request_type", "active"): "running",
@@ -89,31 +91,37 @@ def scraper(url: str, interval_s: float = 0.5, api_key: str | None = None) -> Be
 
     Needs `prometheus_client`; without it nothing is sampled.
     """
+    parts = urlsplit(url)
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
     async def scrape(clock: Clock, samples: list[Sample]) -> None:
-        pages: list[tuple[int, str]] = []
+        client = Client(url, headers, clock.now)
+        pages: list[tuple[int, bytes]] = []
         due = clock.now()
         try:
-            async with aiohttp.ClientSession(
-                headers=headers, timeout=aiohttp.ClientTimeout(total=5)
-            ) as session:
-                while True:
-                    with suppress(TimeoutError):  # a busy server may answer the next one
-                        async with session.get(url) as page:
-                            if page.status != 200:
-                                return
-                            text = await page.text()
-                            pages.append((clock.now(), text))
-                    due = max(due + seconds_to_ns(interval_s), clock.now())
-                    await asyncio.sleep((due - clock.now()) / NS_PER_S)
-        except (aiohttp.ClientError, OSError, UnicodeDecodeError):
+            while True:
+                page = Body()
+                exchange = Exchange(partial(_first, page))
+                with suppress(TimeoutError):  # a busy server may answer the next one
+                    async with asyncio.timeout(PATIENCE_S):
+                        await client.send(parts.path, None, exchange)
+                    if exchange.status != 200:
+                        return
+                    pages.append((exchange.stamps["stream"], page.data))
+                due = max(due + seconds_to_ns(interval_s), clock.now())
+                await asyncio.sleep((due - clock.now()) / NS_PER_S)
+        except OSError:
             return
         finally:
-            for time_ns, text in pages:
-                samples += parse(text, time_ns)
+            client.close()
+            for time_ns, data in pages:
+                samples += parse(data.decode(errors="replace"), time_ns)
 
     return scrape
+
+
+def _first(page: Body, exchange: Exchange) -> Body:
+    return page
 
 
 def parse(page: str, time_ns: int) -> list[Sample]:
