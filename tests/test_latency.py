@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from perflab.config import EngineConfig
@@ -89,6 +91,86 @@ def test_a_request_of_a_foreign_server_is_all_residual():
     d = latency.decompose(record(-1, -1, -1, last_token=7, spans=[("client_queue", 0, 2)]), [])
     assert d.segments == {"client queue": 2}
     assert d.residual_s == 5
+
+
+SERVED = [
+    ("client_queue", 0, 2),
+    ("tokenise", 2, 3),
+    ("connect", 3, 5),
+    ("send", 5, 8),
+    ("server_wait", 8, 15),
+    ("first_byte", 15, 16),
+    ("stream", 16, 41),
+]
+
+
+def test_what_a_foreign_server_took_is_unattributed():
+    d = latency.decompose(record(-1, -1, -1, last_token=40, spans=SERVED))
+    assert d.segments == {"client queue": 2, "tokenise": 1, "connect": 2, "send": 3, "unattributed": 32}
+    assert d.residual_s == 0
+
+
+def test_a_server_on_the_same_clock_stands_for_the_clients_wait():
+    server = [
+        ("server.receive", 7, 9),
+        ("server.tokenise", 9, 10),
+        ("server.queue", 11, 13),
+        ("server.prefill forward", 13, 20),
+        ("server.decode forward", 20, 30),
+        ("server.hand_back", 30, 32),
+        ("server.serialise", 32, 33),
+        ("server.write", 33, 36),
+    ]
+    r = record(-1, -1, -1, last_token=40, spans=[*SERVED, *server])
+    d = latency.decompose(r)
+    assert d.segments == {
+        "client queue": 2,
+        "tokenise": 1,
+        "connect": 2,
+        "network up": 2,
+        "receive": 2,
+        "server tokenise": 1,
+        "queue": 2,
+        "prefill forward": 7,
+        "decode forward": 10,
+        "hand back": 2,
+        "serialise": 1,
+        "write": 3,
+        "network down": 4,
+    }
+    assert d.residual_s == 1  # between the server's tokenise and its queue nobody looked at the clock
+    assert list(d.segments) == [s for s in latency.SEGMENTS if s in d.segments]
+    way = latency.segments(r, [])
+    assert all(a.end_ns <= b.start_ns for a, b in pairwise(way))
+    assert way[0].start_ns == r.intended_ns
+    assert way[-1].end_ns == r.last_token_ns
+
+
+def test_a_write_that_the_client_overtook_is_cut_at_the_last_token():
+    server = [("server.receive", 7, 9), ("server.serialise", 9, 38), ("server.write", 38, 44)]
+    d = latency.decompose(record(-1, -1, -1, last_token=40, spans=[*SERVED, *server]))
+    assert d.segments["write"] == 2
+    assert "network down" not in d.segments
+    assert d.residual_s == 0
+
+
+def test_spans_that_end_before_the_write_leave_the_rest_open():
+    """A server that lost track of its request must not have the gap booked as network."""
+    d = latency.decompose(record(-1, -1, -1, last_token=40, spans=[*SERVED, ("server.receive", 7, 9)]))
+    assert "network down" not in d.segments
+    assert d.residual_s == 31
+
+
+def test_closing_is_the_share_of_time_that_no_stamp_covers():
+    parts = [
+        latency.Decomposition(f"{i}", 10.0, {"queue": 10.0 - gap}) for i, gap in enumerate([0.1] * 99 + [5])
+    ]
+    found = latency.closing(parts)
+    assert (found.requests, found.median, found.p99) == (100, pytest.approx(0.01), pytest.approx(0.01))
+    assert latency.closing(parts[90:]).p99 == pytest.approx(0.5)
+    overlapping = [latency.Decomposition("o", 10.0, {"queue": 11.0})]
+    assert latency.closing(overlapping).median == pytest.approx(0.1)
+    assert latency.closing([]) is None
 
 
 def test_the_average_closes_like_its_parts():
