@@ -205,7 +205,7 @@ def test_samples_events_and_requests_share_a_time_axis():
     assert traces["events"]["x"][0] == pytest.approx(0.7)
     assert traces["core 0 busy"]["y"] == [50.0] * 4
     assert traces["process rss"]["y"] == [1.0] * 4
-    assert traces["running, says the server"]["x"] == pytest.approx([0.0, 0.5, 1.0, 1.5])
+    assert traces["server: running"]["x"] == pytest.approx([0.0, 0.5, 1.0, 1.5])
 
 
 @pytest.mark.parametrize(

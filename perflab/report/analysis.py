@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from perflab.errors import StoreError
 from perflab.report.summary import CLOSE_KL, E2E, RATE, Measure, Summary, compare_runs, summarise
 from perflab.studies import store
 from perflab.studies.store import Run
+from perflab.studies.sweep_result import SweepResult, load_sweep
 
 KINDS = ("study", "compare", "bench", "sweep", "profile")
 """The commands that leave runs, in the order in which a report tells of them."""
@@ -31,6 +32,7 @@ class Analysis:
     kind: str = "study"
     measure: Measure = RATE
     paths: tuple[Path, ...] = ()
+    sweep: SweepResult | None = None
 
     @property
     def title(self) -> str:
@@ -144,6 +146,11 @@ def _numbered(runs: list[Run]) -> list[Run]:
 def _part(kind: str, sources: Sequence[_Source], compare_invalid: bool) -> Analysis:
     study = next((s.study for s in sources if s.study), {})
     failures = {name: why for s in sources for name, why in s.extra["failures"].items()}
+    found = load_sweep(sources[0].path) if kind == "sweep" else None
+    if found is not None:
+        runs = [run for run in sources[0].runs if not run.manifest["sweep"]["probe"]]
+        runs.sort(key=lambda run: run.manifest["sweep"]["level"])
+        sources = [replace(sources[0], runs=runs or sources[0].runs)]
     summaries = [summarise(*group) for group in _groups(sources, study)]
     measure = E2E if kind in ("bench", "compare") and summaries[0].open_loop else RATE
     if kind not in ("sweep", "profile"):
@@ -151,7 +158,7 @@ def _part(kind: str, sources: Sequence[_Source], compare_invalid: bool) -> Analy
             summary.previous_name = before.name
             summary.previous = compare_runs(before, summary, compare_invalid, measure)
             summary.first = compare_runs(summaries[0], summary, compare_invalid, measure)
-    return Analysis(summaries, study, failures, kind, measure, tuple(s.path for s in sources))
+    return Analysis(summaries, study, failures, kind, measure, tuple(s.path for s in sources), found)
 
 
 def _groups(sources: Sequence[_Source], study: Mapping[str, Any]) -> list[tuple[str, list[Run], Any]]:

@@ -14,6 +14,7 @@ from perflab.measure import stats
 from perflab.report import units
 from perflab.report.analysis import Analysis
 from perflab.report.summary import CLOSE_KL, Summary, quality_words
+from perflab.studies.sweep_result import SweepResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +28,38 @@ class Headline:
 
 def headline(analysis: Analysis) -> Headline:
     """What the runs found."""
+    if analysis.sweep is not None:
+        return _sweep(analysis.sweep)
     if len(analysis.summaries) == 1:
         return _alone(analysis)
     return _ladder(analysis) if analysis.kind == "study" else _changed(analysis)
+
+
+def _sweep(found: SweepResult) -> Headline:
+    """The capacity where there are limits, the knee otherwise; what is unknown is said."""
+    unit = "users" if found.by == "users" else "requests/s"
+    used = f"{len(found.usable)} of {len(found.points)} points count"
+    told = []
+    for name, one in (("Capacity", found.capacity), ("Knee", found.knee)):
+        if one.level is None:
+            told.append(f"{name}: unknown, {one.reason}")
+            continue
+        span = (
+            f", between {units.number(one.low)} and {units.number(one.high)}"
+            if one.high is not None
+            else " or more"
+        )
+        told.append(
+            f"{name}: {units.number(one.level)} {unit}{span}" + (f" ({one.reason})" if one.reason else "")
+        )
+    best = found.capacity if found.capacity.level is not None else found.knee
+    if best.level is None:
+        return Headline("The sweep found neither capacity nor knee", f"{'. '.join(told)}. {used}.", "unsure")
+    what = "within the limits" if best is found.capacity else "at the knee; no limits were given"
+    if best is found.knee and found.capacity.high is not None:
+        what = "at the knee; the limits are missed at every level"
+    title = f"{units.number(best.level)} {unit} {what}"
+    return Headline(title, f"{'. '.join(told)}. {used}.", "good" if best is found.capacity else "unsure")
 
 
 def _alone(analysis: Analysis) -> Headline:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from perflab.measure.stats import samples_needed
 from perflab.report import figures, figures_service, tables, tables_service, takeaways
 from perflab.report.analysis import Analysis
+from perflab.report.headlines import headline
 from perflab.report.section import Section
 from perflab.report.summary import CLOSE_KL
 from perflab.report.timeline import timeline, worth_showing
@@ -55,6 +56,10 @@ FEW = (
 def latency(analysis: Analysis) -> Section:
     """Percentiles of each variant or point."""
     summaries = analysis.summaries
+    if analysis.kind == "sweep":  # the points' table has them
+        return Section(
+            "latency", "Latency by level", takeaways.latencies(analysis), figures.latencies(summaries)
+        )
     return Section(
         "latency",
         "Latency",
@@ -127,7 +132,9 @@ def frontier(analysis: Analysis) -> Section | None:
 def levels(analysis: Analysis) -> Section | None:
     """Goodput of each class under its limits."""
     table = tables_service.classes(analysis)
-    if not table.rows or analysis.kind == "sweep":
+    classes = {r.request_class for s in analysis.summaries for r in s.records}
+    told = analysis.kind == "sweep" or (analysis.kind == "study" and len(classes) == 1)  # in their tables
+    if not table.rows or told:
         return None
     return Section(
         "goodput",
@@ -218,7 +225,17 @@ def client(analysis: Analysis) -> Section | None:
 
 def sweep(analysis: Analysis) -> list[Section]:
     """The points of a sweep: rate or users against tail latency."""
-    return []
+    if analysis.sweep is None:
+        return []
+    return [
+        Section(
+            "points",
+            "How much load the service bears",
+            headline(analysis).detail,
+            table=tables_service.points(analysis.sweep),
+            note=f"{FEW} A point whose run is invalid for reasons that are not the load's does not count.",
+        )
+    ]
 
 
 def profiles(analysis: Analysis) -> list[Section]:

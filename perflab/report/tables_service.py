@@ -20,6 +20,7 @@ from perflab.report.analysis import Analysis
 from perflab.report.summary import MEASURES, QUANTILES, Measure, Summary, compare_runs, goodput_of, slo_of
 from perflab.report.tables import Cell, Table, completed, estimate, rate, ratio, runs_cell, verdict
 from perflab.studies.store import Run
+from perflab.studies.sweep_result import SweepResult
 
 MISSING = Cell(units.MISSING, tone="muted")
 
@@ -208,6 +209,34 @@ def classes(analysis: Analysis) -> Table:
         "E2E p90",
     )
     return Table(headers, tuple(rows), words=(0, 1))
+
+
+def points(found: SweepResult) -> Table:
+    """One line a point of a sweep, by level: what was asked, what was done, at which latency."""
+    rows = []
+    good = found.usable
+    limited = any(p.attained is not None for p in found.points)
+    for p in sorted(found.points, key=lambda p: p.level):
+        shown = (("TTFT", "p50", 0.5), ("TTFT", "p99", 0.99), ("E2E", "p50", 0.5), ("E2E", "p99", 0.99))
+        marks = [n for n, one in (("capacity", found.capacity), ("knee", found.knee)) if one.level == p.level]
+        why = "; ".join(f"{name}: {detail}" for name, detail in p.reasons)
+        rows.append(
+            (
+                Cell(units.number(p.level)),
+                Cell(units.number(p.rate)),
+                Cell(units.number(p.tokens_per_s)),
+                *(estimate(p.latencies[m][q], units.seconds, samples_needed(share)) for m, q, share in shown),
+                *([estimate(p.attained, units.percent) if p.attained else MISSING] if limited else []),
+                Cell(f"{p.samples:,}"),
+                Cell(", ".join(marks) or "–", why, "good" if marks else "muted")
+                if p in good
+                else Cell("not used", why, "bad"),
+            )
+        )
+    level = "users" if found.by == "users" else "asked, requests/s"
+    headers = (level, "done, requests/s", "output tokens/s", "TTFT p50", "TTFT p99", "E2E p50", "E2E p99")
+    tail = (*(("met every SLO",) if limited else ()), "requests", "")
+    return Table((*headers, *tail), tuple(rows), words=(len(headers) + len(tail) - 1,))
 
 
 def client(analysis: Analysis) -> Table:

@@ -45,7 +45,7 @@ def ladder(analysis: Analysis) -> str:
 
 def latencies(analysis: Analysis) -> str:
     """How first token and gaps moved from the baseline to the best variant, and a warning on tails."""
-    base, best = analysis.baseline, analysis.best
+    base, best = analysis.baseline, analysis.best if analysis.kind == "study" else analysis.summaries[-1]
     few = base.latencies["TTFT"][0.99]
     warning = "" if few.bounded else f" With {few.n} requests a p99 is the slowest but few: read it as such."
     if best is base:
@@ -83,9 +83,9 @@ def where_time_goes(analysis: Analysis) -> str:
     for s in dict.fromkeys((known[0], last)):
         assert s.time is not None
         name, value = max(s.time.segments.items(), key=lambda item: item[1], default=("nothing", 0.0))
-        parts.append(
-            f"“{s.name}” spends {units.percent(value / s.time.e2e_s, 0)} of a request's time in {name}"
-        )
+        where = "the server and on the way, where no stamp is shared" if name == "unattributed" else name
+        share = units.percent(value / s.time.e2e_s, 0)
+        parts.append(f"“{s.name}” spends {share} of a request's time in {where}")
     worst = max(abs(s.time.residual_s / s.time.e2e_s) for s in known if s.time and s.time.e2e_s)
     left = units.percent(worst)
     most = left.replace("below", "less than") if "below" in left else f"at most {left}"
@@ -145,6 +145,10 @@ def validity(analysis: Analysis) -> str:
     names = sorted({reason[0] for run in bad for reason in run.reasons})
     if len(runs) == 1:
         return f"The run is invalid ({', '.join(names)})."
+    if analysis.kind not in ("study", "bench", "compare"):
+        return (
+            f"{len(bad)} of {len(runs)} runs {'is' if len(bad) == 1 else 'are'} invalid ({', '.join(names)})."
+        )
     return (
         f"{len(bad)} of {len(runs)} runs {'is' if len(bad) == 1 else 'are'} invalid ({', '.join(names)}); "
         f"comparisons leave {'it' if len(bad) == 1 else 'them'} out "

@@ -38,15 +38,13 @@ def tokens(run: Run, origin: int) -> list[Any]:
     found = _parts(run)
     if found is None or run.steps:
         return []
-    traces = [_stairs(found, found.tokens_per_s, run, origin, "output tokens/s", ACCENT, fill=True)]
+    traces = [_stairs(found, found.tokens_per_s, run, origin, "tokens/s", ACCENT, fill=True)]
     steady = rates.steady_throughput(run.requests)
     if steady is not None and steady.output_tokens_per_s is not None:
         ends = [(t - origin) / NS_PER_S for t in (steady.start_ns, steady.end_ns)]
         mean = steady.output_tokens_per_s
         line = {"color": GOOD, "width": 2}
-        traces.append(
-            go.Scatter(x=ends, y=[mean, mean], mode="lines", name="mean of the steady window", line=line)
-        )
+        traces.append(go.Scatter(x=ends, y=[mean, mean], mode="lines", name="steady window, mean", line=line))
     return traces
 
 
@@ -57,7 +55,7 @@ def in_flight(run: Run, origin: int) -> list[Any]:
         return []
     return [
         _stairs(found, found.in_flight, run, origin, "in flight", ACCENT),
-        _stairs(found, found.without_token, run, origin, "without a token yet", "#e2b96b"),
+        _stairs(found, found.without_token, run, origin, "no token yet", "#e2b96b"),
         *served(run, origin),
     ]
 
@@ -85,7 +83,7 @@ def _stairs(
 
 def served(run: Run, origin: int) -> list[Any]:
     """Running and waiting requests as the server counts them."""
-    kinds = (("running, says the server", RUNNING, ACCENT), ("waiting, says the server", WAITING, "#e2b96b"))
+    kinds = (("server: running", RUNNING, ACCENT), ("server: waiting", WAITING, "#e2b96b"))
     found = []
     for name, pattern, colour in kinds:
         lines = _matching(run, pattern)

@@ -6,6 +6,7 @@ Owns that figure. Pure: runs in, a plotly figure out.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -37,8 +38,8 @@ def timeline(runs: Sequence[Run], shown: int = -1, names: Sequence[str] = ()) ->
     """Panels over seconds since the run's start: requests with events, tokens, KV, and what was sampled.
 
     A panel is there if any of the runs holds something for it. One run is shown at a time, chosen by
-    its name (its variant unless given); at first the one at index `shown`. Long runs show their first
-    `MAX_REQUESTS` requests and `MAX_STEPS` steps.
+    its name (its variant unless given); at first the one at index `shown`. Long runs with steps show
+    their first `MAX_REQUESTS` requests and `MAX_STEPS` steps, others each n-th request.
     """
     drawn = [_panels(run) for run in runs]
     panels = [panel for panel in PANELS if any(found.get(panel[0]) for found in drawn)]
@@ -57,10 +58,19 @@ def timeline(runs: Sequence[Run], shown: int = -1, names: Sequence[str] = ()) ->
         for row, (title, *_) in enumerate(panels, 1):
             for trace in found.get(title) or ():
                 trace.visible = index == shown
+                trace.legend = f"legend{row}" if row > 1 else "legend"
                 figure.add_trace(trace, row=row, col=1)
                 groups.append(index)
     style(figure, 150 + 157 * len(panels), barmode="stack", margin={"l": 10, "r": 24, "t": 78, "b": 46})
-    figure.update_layout(legend={"y": 1.0 + 28 / (26 + 157 * len(panels)), "x": 0, "font": {"size": 12}})
+    for row in range(1, len(panels) + 1):  # each panel's legend on the line of its title
+        top = {
+            "y": figure.get_subplot(row, 1).yaxis.domain[1],
+            "x": 1,
+            "xanchor": "right",
+            "yanchor": "bottom",
+        }
+        look = {"orientation": "h", "font": {"size": 11}, "bgcolor": "rgba(0,0,0,0)", "traceorder": "normal"}
+        figure.update_layout({f"legend{row}" if row > 1 else "legend": {**top, **look}})
     figure.update_xaxes(title_text="seconds since the start of the run", row=len(panels), col=1)
     for row, (title, unit, _) in enumerate(panels, 1):
         figure.update_yaxes(title_text=unit, rangemode="tozero", row=row, col=1)
@@ -79,7 +89,7 @@ def timeline(runs: Sequence[Run], shown: int = -1, names: Sequence[str] = ()) ->
                     "active": shown,
                     "x": 1,
                     "xanchor": "right",
-                    "y": 1.0 + 86 / (26 + 157 * len(panels)),
+                    "y": 1.0 + 66 / (26 + 157 * len(panels)),
                     "yanchor": "top",
                     "bgcolor": "#ffffff",
                     "bordercolor": GRID,
@@ -105,6 +115,8 @@ def _lives(run: Run, origin: int) -> list[Any]:
     Where the server does not tell when a request was admitted, all up to the first token is waiting.
     """
     shown = run.requests[:MAX_REQUESTS]
+    if not run.steps:  # no steps to lie beside: spread over the whole run
+        shown = run.requests[:: math.ceil(len(run.requests) / MAX_REQUESTS) or 1]
     bars: dict[str, list[tuple[float, float]]] = {name: [] for name, _ in LIFE}
     for r in shown:
         last = r.last_token_ns or r.end_ns or r.sent_ns

@@ -159,9 +159,7 @@ def pair(result: Paired) -> None:
     over_time = timeline(runs)
     used = max(step.kv_blocks_used for run in runs for step in run.steps)
     over_time.update_yaxes(range=[0, 1.3 * used], row=3, col=1)  # the pool is far larger than one lesson
-    over_time.update_layout(
-        height=680, legend={"y": -0.1, "yanchor": "top"}, margin={"t": 60, "b": 110}, updatemenus=[{"y": 1.1}]
-    )
+    over_time.update_layout(height=600)
     show(over_time)
 
 
