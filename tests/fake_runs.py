@@ -60,8 +60,9 @@ def bench(
         Sample(START + i * 500 * MS, name, labels, value)
         for i in range(4)
         for name, labels, value in (
-            ("vllm:num_requests_running", {"model": "m"}, float(i)),
-            ("vllm:kv_cache_usage_perc", {}, 0.1 * i),
+            ("running", {"source": "vllm:num_requests_running"}, float(i)),
+            ("kv_use", {"source": "vllm:kv_cache_usage_perc"}, 0.1 * i),
+            ("output_tokens", {"source": "vllm:generation_tokens_total"}, 1000.0 + 50 * i),
             ("core_busy", {"core": "0"}, 0.5),
             ("process_rss", {}, 2.0**30),
         )

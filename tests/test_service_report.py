@@ -1,4 +1,4 @@
-"""Reports of runs against services: any number, compared in the order given, saying no more than they show."""
+"""Reports of runs against services: any number, compared in the order given, no more than they show."""
 
 from __future__ import annotations
 
@@ -206,6 +206,19 @@ def test_samples_events_and_requests_share_a_time_axis():
     assert traces["core 0 busy"]["y"] == [50.0] * 4
     assert traces["process rss"]["y"] == [1.0] * 4
     assert traces["server: running"]["x"] == pytest.approx([0.0, 0.5, 1.0, 1.5])
+
+
+def test_what_the_server_says_stands_beside_what_the_client_counted(tmp_path):
+    store.write_run(tmp_path / "one", bench())
+    rows = {
+        row[1].text: [c.text for c in row[2:]]
+        for row in tables_service.server(analyse([tmp_path / "one"])).rows
+    }
+    assert rows == {
+        "requests running": ["highest", "3.00", ""],
+        "KV cache in use": ["highest", "30\u202f%", ""],
+        "output tokens": ["added during the run", "150", "200"],
+    }
 
 
 @pytest.mark.parametrize(

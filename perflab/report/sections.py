@@ -182,12 +182,16 @@ def over_time(analysis: Analysis) -> Section | None:
     if not any(map(worth_showing, typical)):
         return None
     shown = analysis.summaries.index(takeaways.shown_in_timeline(analysis))
+    more = (
+        ("Events", tables.events(analysis)),
+        ("What the server says of itself", tables_service.server(analysis)),
+    )
     return Section(
         "timeline",
         "The run over time",
         takeaways.timeline(analysis),
         timeline(typical, shown, [s.name for s in analysis.summaries]),
-        more=(("Events", events),) if (events := tables.events(analysis)).rows else (),
+        more=tuple((title, table) for title, table in more if table.rows),
         note="The run of median throughput of each group." if len(analysis.runs) > len(typical) else "",
     )
 

@@ -19,6 +19,7 @@ from perflab.report import units
 from perflab.report.analysis import Analysis
 from perflab.report.summary import MEASURES, QUANTILES, Measure, Summary, compare_runs, goodput_of, slo_of
 from perflab.report.tables import Cell, Table, completed, estimate, rate, ratio, runs_cell, verdict
+from perflab.report.telemetry import named
 from perflab.studies.store import Run
 from perflab.studies.sweep_result import SweepResult
 
@@ -209,6 +210,44 @@ def classes(analysis: Analysis) -> Table:
         "E2E p90",
     )
     return Table(headers, tuple(rows), words=(0, 1))
+
+
+GAUGES = {"running": "requests running", "waiting": "requests waiting", "kv_use": "KV cache in use"}
+TOTALS = {
+    "prompt_tokens": "prompt tokens",
+    "output_tokens": "output tokens",
+    "preemptions": "preemptions",
+    "prefix_cache_hits": "prefix cache hits",
+    "prefix_cache_queries": "prefix cache queries",
+}
+
+
+def server(analysis: Analysis) -> Table:
+    """What servers said of themselves during the typical run of each group, beside the client's count."""
+    rows = []
+    for s in analysis.summaries:
+        run = s.typical
+        mine = {
+            "prompt_tokens": sum(r.prompt_tokens for r in run.requests),
+            "output_tokens": sum(r.output_tokens for r in run.requests),
+        }
+        for name, label in {**GAUGES, **TOTALS}.items():
+            lines = [found for _, _, found in named(run, name)]
+            if not lines:
+                continue
+            shape = (lambda v: units.percent(v, 0)) if name == "kv_use" else units.number
+            if name in GAUGES:
+                values = [sample.value for found in lines for sample in found]
+                text, note = shape(max(values)), f"mean {shape(sum(values) / len(values))}"
+                cells = Cell("highest"), Cell(text, note)
+            else:
+                grown = sum(found[-1].value - found[0].value for found in lines)
+                cells = Cell("added during the run"), Cell(f"{grown:,.0f}")
+            told = f"{mine[name]:,}" if name in mine else ""
+            first = not rows or s.name not in [row[0].text for row in rows]
+            rows.append((Cell(s.name if first else ""), Cell(label), *cells, Cell(told)))
+    headers = ("run", "the server's own", "", "value", "the client counted")
+    return Table(headers, tuple(rows), words=(0, 1, 2))
 
 
 def points(found: SweepResult) -> Table:

@@ -5,7 +5,6 @@ Owns which sampled quantity belongs to which panel. Pure: a run in, plotly trace
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,11 +20,6 @@ from perflab.studies.store import Run
 from perflab.types import Sample
 
 COLOURS = (ACCENT, GOOD, "#f59e0b", "#8b5cf6", BAD, "#38a89d", "#f472b6", "#a3a847")
-RUNNING = re.compile(
-    r"num_requests_running|num_running_reqs|requests_processing|batch_current_size|^running$"
-)
-WAITING = re.compile(r"num_requests_waiting|num_queue_reqs|requests_deferred|queue_size|^waiting$")
-KV_USE = re.compile(r"kv_cache_usage|gpu_cache_usage|token_usage|kv_use|kv_cache_util")
 MOST_LINES = 8
 
 
@@ -83,26 +77,26 @@ def _stairs(
 
 def served(run: Run, origin: int) -> list[Any]:
     """Running and waiting requests as the server counts them."""
-    kinds = (("server: running", RUNNING, ACCENT), ("server: waiting", WAITING, "#e2b96b"))
-    found = []
-    for name, pattern, colour in kinds:
-        lines = _matching(run, pattern)
-        found += [_line(_summed(lines), origin, name, colour, dash="dot")] if lines else []
-    return found
+    kinds = (("running", ACCENT), ("waiting", "#e2b96b"))
+    return [
+        _line(_summed(lines), origin, f"server: {name}", colour, dash="dot")
+        for name, colour in kinds
+        if (lines := named(run, name))
+    ]
 
 
 def kv_use(run: Run, origin: int) -> list[Any]:
     """The share of the KV cache that a server says it uses."""
     return [
         _line(samples, origin, _label(name, labels), colour, scale=100.0)
-        for (name, labels, samples), colour in zip(_matching(run, KV_USE)[:MOST_LINES], COLOURS, strict=False)
+        for (name, labels, samples), colour in zip(named(run, "kv_use")[:MOST_LINES], COLOURS, strict=False)
     ]
 
 
 def machine(run: Run, origin: int) -> list[Any]:
     """How busy each core and GPU was; the mean over the cores where they are many."""
-    cores = _matching(run, re.compile("^core_busy$"))
-    gpus = _matching(run, re.compile("^gpu_busy$"))
+    cores = named(run, "core_busy")
+    gpus = named(run, "gpu_busy")
     lines = [(_label(name, labels), samples) for name, labels, samples in [*cores, *gpus]]
     if len(cores) > 4:
         lines = [("cores, mean", _mean(cores)), *lines[len(cores) :]]
@@ -117,7 +111,7 @@ def memory(run: Run, origin: int) -> list[Any]:
     return [
         _line(samples, origin, _label(name, labels), colour, scale=2.0**-30)
         for (name, labels, samples), colour in zip(
-            _matching(run, re.compile("^(process_rss|gpu_memory)$"))[:MOST_LINES], COLOURS, strict=False
+            named(run, "process_rss", "gpu_memory")[:MOST_LINES], COLOURS, strict=False
         )
     ]
 
@@ -125,8 +119,9 @@ def memory(run: Run, origin: int) -> list[Any]:
 Line = tuple[str, tuple[tuple[str, str], ...], list[Sample]]
 
 
-def _matching(run: Run, pattern: re.Pattern[str]) -> list[Line]:
-    return [(n, labels, found) for (n, labels), found in series(run.telemetry).items() if pattern.search(n)]
+def named(run: Run, *names: str) -> list[Line]:
+    """The sampled quantities of these names, one line for each set of labels."""
+    return [(n, labels, found) for (n, labels), found in series(run.telemetry).items() if n in names]
 
 
 def _label(name: str, labels: Sequence[tuple[str, str]]) -> str:

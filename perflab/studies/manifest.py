@@ -112,6 +112,7 @@ def describe_service_run(
         "ended_ns": records.ended_ns,
         "interrupted": records.interrupted,
         "slo": {f.name: getattr(slo, f.name) for f in fields(SLO)},
+        "slos": {name: asdict(own) for name, own in workload.slos.items()},
         "model": {"name": service.get("model")},
         "service": dict(service),
         "load": dict(load),
