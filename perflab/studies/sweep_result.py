@@ -5,7 +5,6 @@ Owns the result and the content of `sweep.json`. Measures nothing.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -86,7 +85,7 @@ def summary(points: Sequence[Point], shape: Shape) -> dict[str, Any]:
     """What `sweep.json` says of its points, as JSON values; infinite latencies are the text "inf"."""
     good = capacity.usable(points, shape.allow_invalid)
     best = {p.run for p in capacity.frontier(good)}
-    return _plain(
+    return store.plain(
         {
             "capacity": asdict(capacity.capacity(good, shape.wanted or 1.0)),
             "knee": asdict(capacity.knee(good)),
@@ -102,11 +101,3 @@ def summary(points: Sequence[Point], shape: Shape) -> dict[str, Any]:
             ],
         }
     )
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _plain(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(inner) for inner in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
