@@ -30,6 +30,8 @@ class ApiError(Exception):
         match self.status:
             case 401:
                 return "authentication_error"
+            case 408:
+                return "timeout_error"
             case 429:
                 return "rate_limit_error"
             case status if status >= 500:

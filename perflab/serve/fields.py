@@ -48,7 +48,7 @@ COMMON: Mapping[str, Schema] = MappingProxyType(
         "min_p": _number(0, 1),
         "presence_penalty": _number(-2, 2),
         "frequency_penalty": _number(-2, 2),
-        "repetition_penalty": {"type": "number", "exclusiveMinimum": 0, "maximum": 1000},
+        "repetition_penalty": _number(0.01, 100),
         "logit_bias": {
             "type": "object",
             "additionalProperties": _number(-100, 100),

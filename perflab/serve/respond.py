@@ -228,7 +228,7 @@ class Completion(Response):
 
     def _failure(self, event: TokenEvent) -> ApiError:
         if event.finish_reason == "deadline":
-            return ApiError(504, str(event.error or "past its deadline"), "deadline_s", "deadline_exceeded")
+            return ApiError(408, str(event.error or "past its deadline"), "deadline_s", "deadline_exceeded")
         if event.finish_reason == "cancelled" or isinstance(event.error, EngineStopped):
             message = str(event.error or "the request was cancelled by the server")
             return ApiError(503, message, None, "engine_stopped", RETRY_AFTER_S)
