@@ -6,6 +6,7 @@ Owns their names and words, and how they become a `ServiceChoice` and a `LoadCho
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
@@ -85,20 +86,54 @@ def service_choice(
             rich_help_panel=_SERVICE,
         ),
     ] = None,
+    stream: Annotated[
+        bool, typer.Option("--stream/--no-stream", help="Ask for streams.", rich_help_panel=_SERVICE)
+    ] = True,
+    retries: Annotated[
+        int,
+        typer.Option(min=0, help="Sends after a refusal or a lost connection.", rich_help_panel=_SERVICE),
+    ] = 0,
+    extra: Annotated[
+        str | None,
+        typer.Option(help="JSON: more fields of every request's body.", rich_help_panel=_SERVICE),
+    ] = None,
     device: Annotated[str, DEVICE] = "auto",
     trust_remote_code: Annotated[bool, TRUST_CODE] = False,
 ) -> ServiceChoice:
     from perflab.studies.service_run import ServiceChoice
 
-    return ServiceChoice(url, model, endpoint, tokenizer, device=device, trust_remote_code=trust_remote_code)
+    try:
+        fields = json.loads(extra or "{}")
+    except json.JSONDecodeError as error:
+        raise typer.BadParameter(f"not JSON ({error.msg})", param_hint="--extra") from None
+    if not isinstance(fields, dict):
+        raise typer.BadParameter("a JSON object is needed", param_hint="--extra")
+    return ServiceChoice(
+        url,
+        model,
+        endpoint,
+        tokenizer,
+        device=device,
+        trust_remote_code=trust_remote_code,
+        stream=stream,
+        retries=retries,
+        extra=fields,
+    )
 
 
 def load_choice(
     data: Annotated[
         Path | None,
         typer.Option(
-            help="Prompts (JSON Lines) or a trace (CSV) instead of synthetic prompts.", rich_help_panel=_LOAD
+            help="Prompts or, with --trace, a trace instead of synthetic prompts.", rich_help_panel=_LOAD
         ),
+    ] = None,
+    trace: Annotated[
+        bool, typer.Option("--trace", help="--data holds arrivals and lengths.", rich_help_panel=_LOAD)
+    ] = False,
+    workload: Annotated[
+        Path | None,
+        typer.Option(help="A workload declared in YAML, as in a study's file.", rich_help_panel=_LOAD),
     ] = None,
     input_tokens: Annotated[int, typer.Option(min=1, rich_help_panel=_LOAD)] = 128,
     output_tokens: Annotated[int, typer.Option(min=1, rich_help_panel=_LOAD)] = 64,
@@ -131,6 +166,12 @@ def load_choice(
     ] = 0.0,
     duration: Annotated[float | None, typer.Option(help="Seconds of sending.", rich_help_panel=_LOAD)] = None,
     seed: Annotated[int, typer.Option(help="Of prompts and arrivals.", rich_help_panel=_LOAD)] = 0,
+    salt: Annotated[
+        bool,
+        typer.Option(
+            "--salt/--no-salt", help="Prompts new to every prefix cache, each run.", rich_help_panel=_LOAD
+        ),
+    ] = True,
     slo_ttft: Annotated[
         float | None, typer.Option(help="Most seconds to the first token.", rich_help_panel=_GOALS)
     ] = None,
@@ -155,8 +196,9 @@ def load_choice(
     from perflab.measure.metrics import SLO
     from perflab.studies.service_run import LoadChoice
 
+    declared = _declared(workload)
     return LoadChoice(
-        "synthetic" if data is None else "trace" if data.suffix == ".csv" else "prompts",
+        declared.pop("kind", "synthetic" if data is None else "trace" if trace else "prompts"),
         data,
         input_tokens,
         output_tokens,
@@ -171,4 +213,23 @@ def load_choice(
         timeout,
         Limits(max_in_flight, max_requests, max_output_tokens, max_seconds),
         seed,
+        salt,
+        declared,
+        workload.parent if workload else Path(),
     )
+
+
+def _declared(file: Path | None) -> dict[str, Any]:
+    import yaml
+
+    from perflab.errors import WorkloadError
+
+    if file is None:
+        return {}
+    try:
+        found = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise WorkloadError(f"{file}: cannot be read as YAML ({error})") from None
+    if not isinstance(found, dict):
+        raise WorkloadError(f"{file}: a workload is a mapping with a kind, such as {{kind: synthetic}}")
+    return found

@@ -220,8 +220,10 @@ class _Drive:
 
     async def _one(self, timed: TimedRequest, intended: int) -> None:
         free = self.clock.now()
-        prepared = self.prepared.pop(timed.request_id, None) or self.service.prepare(timed, self.encoder)
-        now = self.clock.now()
+        now, prepared = free, self.prepared.pop(timed.request_id, None)
+        if prepared is None:  # asked once more, or made while the run went on
+            prepared = self.service.prepare(timed, self.encoder)
+            now = self.clock.now()
         spans = (Span("client_queue", intended, free), Span("tokenise", free, now))
         record = RequestRecord(
             timed.request_id,
