@@ -102,6 +102,11 @@ class NativeRunner:
             if name.endswith(".data") and name != "embedding.data"
         )
 
+    @property
+    def structure(self) -> kernels.Model:
+        """The model as the kernels see it; valid as long as the runner lives."""
+        return self._model
+
     @torch.inference_mode()
     def forward(self, rows: StepRows, pool: kernels.Pool) -> RunnerOutput:
         """Write the step's keys and values into the pool; logits fp32 [R, vocabulary] are valid until the
