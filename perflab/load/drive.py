@@ -212,6 +212,8 @@ class _Drive:
         if self.slots is not None:
             await self.slots.acquire()
         try:
+            if self._at_limit():
+                self.stop.set()
             if not self.stop.is_set():
                 await self._one(timed, intended)
         finally:

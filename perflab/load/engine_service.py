@@ -85,8 +85,10 @@ class EngineService:
             if own.request_id == record.request_id:
                 for name in _ENGINES:
                     setattr(record, name, getattr(own, name))
-                record.spans, record.token_ns = list(own.spans), list(own.token_ns)
-                record.chunk_tokens, record.error = list(own.chunk_tokens), own.error or error
+                record.spans, record.error = list(own.spans), own.error or error
+                pairs = list(zip(own.token_ns, own.chunk_tokens, strict=False))  # its thread may go on
+                record.token_ns, record.chunk_tokens = [t for t, _ in pairs], [n for _, n in pairs]
+                record.output_tokens = sum(record.chunk_tokens)
                 return
 
     def settle(self) -> None:
