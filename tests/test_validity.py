@@ -174,11 +174,15 @@ def test_counts_that_do_not_agree_are_flagged_and_their_source_named():
 
 @pytest.mark.parametrize(("cached", "valid"), [(0, True), (4, True), (5, False)])
 def test_what_a_server_had_cached_before_the_run_assists_it(cached, valid):
-    """Only requests sent before the first answer can tell: later ones may share with them."""
-    records = stream(rate=100.0)
+    """Only requests sent before the first answer can tell, and of these the coldest: others may have
+    shared with it while they waited."""
+    records = stream(rate=25.0)  # three are sent before the first token
+    for r in records:
+        r.cached_tokens = 8
     records[1].cached_tokens = cached
-    records[-1].cached_tokens = 8
     assert judge(records, noise=QUIET).valid == valid
+    records[1].cached_tokens, records[3].cached_tokens = 8, 0
+    assert names(judge(records, noise=QUIET)) == ["cache-assisted"]
 
 
 def test_what_a_reader_should_know_is_noted():

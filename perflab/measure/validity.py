@@ -195,20 +195,19 @@ def _tokenizers(records: Sequence[RequestRecord], expected: Mapping[str, Expecte
 
 
 def _cache(records: Sequence[RequestRecord]) -> Iterator[Finding]:
-    """Looks at the requests that began before any other could have filled the cache."""
+    """Looks at the requests that began before any other could have filled the cache: those of the first
+    step; where the steps are unknown, the coldest of those sent before the first token came."""
     admitted = [r.admitted_ns for r in records if r.admitted_ns is not None]
     if admitted:
-        firsts = [r for r in records if r.admitted_ns == min(admitted)]
+        first = max((r for r in records if r.admitted_ns == min(admitted)), key=lambda r: r.cached_tokens)
+    elif tokens := [r.first_token_ns for r in records if r.first_token_ns is not None]:
+        first = min((r for r in records if r.sent_ns <= min(tokens)), key=lambda r: r.cached_tokens)
     else:
-        tokens = [r.first_token_ns for r in records if r.first_token_ns is not None]
-        firsts = [r for r in records if r.sent_ns < min(tokens)] if tokens else []
-    warm = max(firsts, key=lambda r: r.cached_tokens, default=None)
-    if warm is None or not warm.cached_tokens:
         return
-    told = f"{warm.cached_tokens} cached tokens at the first admission"
-    if warm.cached_tokens > min(TEMPLATE_TOKENS, warm.prompt_tokens / 2):
+    told = f"{first.cached_tokens} cached tokens at the first admission"
+    if first.cached_tokens > min(TEMPLATE_TOKENS, first.prompt_tokens / 2):
         yield "cache-assisted", told
-    else:
+    elif first.cached_tokens:
         yield None, told
 
 
