@@ -145,7 +145,7 @@ def run(contender: Contender, parts: str) -> Record:
         try:
             return *process.communicate(timeout=TIMEOUT_S), process.returncode
         except BaseException:  # its helpers must not live on beside the next contender
-            _end(process)
+            end(process)
             raise
 
     try:
@@ -160,7 +160,7 @@ def run(contender: Contender, parts: str) -> Record:
     return record
 
 
-def _end(process: subprocess.Popen[str]) -> None:
+def end(process: subprocess.Popen[Any]) -> None:
     """Interrupt, so that a script can stop its server; then end the whole group."""
     for sign, wait_s in ((signal.SIGINT, 10), (signal.SIGKILL, 10)):
         try:

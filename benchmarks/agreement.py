@@ -1,0 +1,204 @@
+"""perflab's figures beside those of other tools that measure the same server under the same load.
+
+Owns the loads, the order of the runs and what counts as agreement. How tools are called is
+`benchmarks.tools`'s, how servers are started `benchmarks.servers`'s.
+
+First a mock with scripted times, where everyone must come within 3 % of perflab. Then a real engine,
+which is not the same twice: there the interval of the paired difference must contain zero, and the
+difference that would have been found is printed. The server has one core, the client another; tools
+take turns, in alternating order; prompts are new in every run, so that no prefix cache helps.
+
+    python -m benchmarks.agreement                                    about 8 minutes
+    python -m benchmarks.agreement --parts mock --tools guidellm,aiperf
+    python -m benchmarks.agreement --parts real --server llama.cpp --rounds 8
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from benchmarks import mock, servers, tools
+from benchmarks.common import console, finish, show
+from benchmarks.tools import FIGURES, Figures, Load, Tool
+from perflab.measure import stats
+
+LIMIT = 0.03  # on the mock
+CONFIDENCE = 0.95  # of all intervals of the real part together
+SERVER_CORE, CLIENT_CORE = 0, 1
+DEFAULT_TOOLS = "guidellm,vllm bench"
+
+Results = dict[str, list[Figures]]  # by tool; a round gives each tool that is still there one
+
+
+def rounds(
+    present: Sequence[Tool], number: int, one: Callable[[Tool, int], Figures], failed: dict[str, str]
+) -> Results:
+    """Everyone in turn, `number` times; who fails once is left out, an interrupt keeps whole rounds."""
+    results: Results = {tool.name: [] for tool in present}
+    runs = 0
+    try:
+        for at in range(number):
+            for tool in present if at % 2 == 0 else reversed(present):
+                if tool.name in failed:
+                    continue
+                start, runs = time.perf_counter(), runs + 1
+                try:
+                    found = one(tool, runs)
+                except ValueError as error:
+                    failed[tool.name] = str(error)
+                    said = f"failed: {error}"
+                else:
+                    results[tool.name].append(found)
+                    said = f"TTFT {found.ttft_ms:.1f} ms, TPOT {found.tpot_ms:.2f} ms, "
+                    said += f"{found.tokens_per_s:.1f} tokens/s"
+                    said += "".join(f" [{note}]" for note in found.notes)
+                line = f"  {at + 1}/{number} {tool.name} ({time.perf_counter() - start:.0f} s): {said}"
+                console.print(line, highlight=False, markup=False, soft_wrap=True)
+    except KeyboardInterrupt:
+        console.print("  stopped: what follows is what was measured until now")
+    whole = min((len(r) for name, r in results.items() if name not in failed), default=0)
+    return {name: found[:whole] for name, found in results.items() if name not in failed and whole}
+
+
+def differences(results: Results, confidence: float = CONFIDENCE) -> dict[str, dict[str, dict[str, Any]]]:
+    """By tool and figure: the tool's figure relative to perflab's of the same round, minus 1.
+
+    The median and the extremes of the rounds, and the interval of the geometric mean with what it
+    could have found; `confidence` is that of all intervals together (Bonferroni).
+    """
+    ours = results.get("perflab")
+    others = {name: found for name, found in results.items() if name != "perflab"}
+    if not ours:
+        return {}
+    each = 1 - (1 - confidence) / (len(others) * len(FIGURES) or 1)
+    made: dict[str, dict[str, dict[str, Any]]] = {}
+    for name, theirs in others.items():
+        made[name] = {}
+        for figure in FIGURES:
+            a = [getattr(found, figure) for found in ours]
+            b = [getattr(found, figure) for found in theirs]
+            ratios = [y / x for x, y in zip(a, b, strict=True)]
+            compared = stats.compare(a, b, each)
+            made[name][figure] = {
+                "perflab": statistics.median(a),
+                "tool": statistics.median(b),
+                "difference": statistics.median(ratios) - 1,
+                "least": min(ratios) - 1,
+                "most": max(ratios) - 1,
+                "low": None if compared.ratio.low is None else compared.ratio.low - 1,
+                "high": None if compared.ratio.high is None else compared.ratio.high - 1,
+                "detectable": compared.detectable,
+            }
+    return made
+
+
+def judge(found: dict[str, dict[str, dict[str, Any]]], part: str) -> None:
+    """Add `ok` to every difference: within the limit on the mock, an interval with zero elsewhere."""
+    for by_figure in found.values():
+        for row in by_figure.values():
+            if part == "mock":
+                row["ok"] = abs(row["difference"]) <= LIMIT
+            else:
+                row["ok"] = row["low"] is not None and row["low"] <= 0 <= row["high"]
+
+
+def table(title: str, found: dict[str, dict[str, dict[str, Any]]], part: str) -> None:
+    """A row per tool and figure; what a tool means by its names below."""
+    rows = []
+    for tool, by_figure in found.items():
+        for figure, row in by_figure.items():
+            interval = "–" if row["low"] is None else f"{row['low']:+.1%} … {row['high']:+.1%}"
+            detectable = "–" if row["detectable"] is None else f"{row['detectable']:.1%}"
+            cells = [tool, FIGURES[figure], f"{row['perflab']:.4g}", f"{row['tool']:.4g}"]
+            cells += [f"{row['difference']:+.1%}", f"{row['least']:+.1%} … {row['most']:+.1%}"]
+            rows.append([*cells, interval, detectable, "yes" if row["ok"] else "NO"])
+    wanted = "within 3 %" if part == "mock" else "contains 0"
+    columns = [
+        "",
+        "",
+        "perflab",
+        "tool",
+        "difference",
+        "rounds",
+        "interval of the mean",
+        "detectable",
+        wanted,
+    ]
+    show(title, columns, rows)
+    for tool in found:
+        console.print(f"  {tool}: {tools.tools()[tool].means}", highlight=False, markup=False)
+
+
+def on_mock(present: Sequence[Tool], number: int, failed: dict[str, str]) -> Results:
+    """96 requests of 8 users: first token after 150 ms, then one each 15 ms, both with a spread of 20 %."""
+    prompts = [f"Request #{i}: what is on the other side of the sea?" for i in range(96)]
+    with mock.running(8790, SERVER_CORE, ttft=0.15, gap=0.015, jitter=0.2) as url:
+        load = Load(url, "mock", servers.MODEL, prompts, 64, 8)
+        return rounds(present, number, lambda tool, run: tools.run(tool, load, CLIENT_CORE), failed)
+
+
+def on_engine(name: str, present: Sequence[Tool], number: int, failed: dict[str, str]) -> Results:
+    """32 requests of 4 users, 64 tokens in, 32 out; the model has one thread. A first run warms up."""
+    from perflab.load.prompts import PromptEncoder, Synthetic
+    from perflab.models.load import load as load_model
+
+    encoder = PromptEncoder(load_model("smollm2-135m").encode)
+
+    def prompts(run: int) -> list[str]:
+        return [str(encoder.text(Synthetic(64, seed=1000 * run + i))) for i in range(32)]
+
+    with servers.running(servers.servers()[name], threads=1, core=SERVER_CORE) as url:
+        model = tools.first_model(url)
+
+        def one(tool: Tool, run: int) -> Figures:
+            return tools.run(tool, Load(url, model, servers.MODEL, prompts(run), 32, 4), CLIENT_CORE)
+
+        one(present[0], 0)
+        return rounds(present, number, one, failed)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--parts", default="mock,real")
+    parser.add_argument("--tools", default=DEFAULT_TOOLS, help="beside perflab, with commas between")
+    parser.add_argument("--server", default="perflab", choices=list(servers.servers()))
+    parser.add_argument("--rounds", type=int, help="default: 3 on the mock, 5 on the engine")
+    args = parser.parse_args()
+    everyone = tools.tools()
+    chosen = [everyone["perflab"]]
+    failed: dict[str, str] = {}
+    for name in filter(None, args.tools.split(",")):
+        if name not in everyone:
+            parser.error(f"no tool {name!r}: choose from {', '.join(everyone)}")
+        if why := servers.missing(everyone[name].needs, everyone[name].install):
+            failed[name] = why
+            console.print(f"  without {name}: {why}", highlight=False, markup=False, soft_wrap=True)
+        else:
+            chosen.append(everyone[name])
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    signal.signal(
+        signal.SIGTERM, signal.default_int_handler
+    )  # ends like Ctrl-C: the server first, then tables
+    figures: dict[str, Any] = {"benchmark": "agreement", "server": args.server}
+    for part in args.parts.split(","):
+        if part == "mock":
+            title, gone = "A mock with scripted times", dict(failed)
+            results = on_mock(chosen, args.rounds or 3, gone)
+        else:
+            title, gone = f"A real engine: {args.server}", dict(failed)
+            results = on_engine(args.server, chosen, args.rounds or 5, gone)
+        found = differences(results)
+        judge(found, part)
+        table(title, found, part)
+        figures[part] = {"rounds": len(results.get("perflab", ())), "tools": found, "failed": gone}
+    finish(figures)
+
+
+if __name__ == "__main__":
+    main()
