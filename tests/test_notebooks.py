@@ -33,6 +33,7 @@ def test_there_are_notebooks() -> None:
         "01_where_the_time_goes.ipynb",
         "02_batching.ipynb",
         "03_kv_cache.ipynb",
+        "06_throughput_and_tail_latency.ipynb",
         "10_hardware_limits.ipynb",
     }
 

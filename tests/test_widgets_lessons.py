@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from perflab.clock import seconds_to_ns
 from perflab.config import EngineConfig
 from perflab.load.run import RunRecords
 from perflab.load.workloads import synthetic
+from perflab.measure import capacity
+from perflab.measure.metrics import SLO
 from perflab.models.tiny import tiny
 from perflab.studies.service_run import LoadChoice, ServiceChoice, measure
 from perflab.studies.store import Run
+from perflab.studies.sweep import Sweep
+from perflab.studies.sweep_result import SweepResult
+from perflab.types import RequestRecord
 from perflab.widgets import batching, kv_cache, lessons, panels
+from perflab.widgets import capacity as views
 
 
 @pytest.fixture(scope="module")
@@ -124,13 +133,13 @@ def test_a_short_pool_computes_again(bench: lessons.Bench, monkeypatch: pytest.M
 def test_sharing_is_counted_and_shown(bench: lessons.Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(panels, "display", lambda *shown: None)
     explorer = kv_cache.explore_sharing(bench, 4, 64, 2, seats=2)
-    first = explorer.results[56, 2]  # of 56 shared tokens three blocks of 16 are full
+    first = explorer.results[48, 2]
     assert [r.cached_tokens for r in first.requests] == [0, 0, 48, 48]
     assert lessons.cached_share(first) == pytest.approx(96 / 256)
     explorer.sliders["shared tokens"].value = 0
     assert "<b>0" in explorer.caption.value
     computed, cached, waits = explorer.figure.data
-    assert list(computed.y) == ["56 shared, 2 documents", "0 shared, 2 documents"]
+    assert list(computed.y) == ["48 shared, 2 documents", "0 shared, 2 documents"]
     assert list(computed.x) == [160, 256]
     assert list(cached.x) == [96, 0]
     assert waits.x[0] == pytest.approx(1e3 * kv_cache.mean_ttft_s(first))
@@ -146,3 +155,109 @@ def test_a_service_can_be_measured_from_a_cell(bench: lessons.Bench) -> None:
     run = asyncio.run(cell())
     assert [(r.outcome, r.output_tokens) for r in run.requests] == [("completed", 2)] * 3
     assert not run.manifest["interrupted"]
+
+
+def answered(latency_s: float, start_s: float, index: int) -> RequestRecord:
+    start, end = seconds_to_ns(start_s), seconds_to_ns(start_s + latency_s)
+    return RequestRecord(
+        f"r{index}",
+        start,
+        start,
+        4,
+        None,
+        end,
+        end,
+        end,
+        1,
+        token_ns=[end],
+        chunk_tokens=[1],
+        outcome="completed",
+    )
+
+
+@pytest.fixture
+def swept(tmp_path: Path) -> lessons.Swept:
+    """Levels of 1, 2, 4 and 8 requests/s: half of each take 0.1 s, the others 0.1, 0.2, 0.4 and 3.2 s."""
+    slow = {1.0: 0.1, 2.0: 0.2, 4.0: 0.4, 8.0: 3.2}
+    requests = {
+        level: [answered((0.1, latency)[i % 2], i / level, i) for i in range(40)]
+        for level, latency in slow.items()
+    }
+    points = [capacity.point(records, level) for level, records in requests.items()]
+    facts: dict[str, Any] = {"sweep": {"allow_invalid": True, "by": "rate"}, "load": {"slo": {}}}
+    found = SweepResult(
+        facts,
+        tmp_path,
+        points,
+        capacity.Found(None),
+        capacity.knee(points),
+        capacity.saturation(points),
+        capacity.frontier(points),
+    )
+    return lessons.Swept(found, requests)
+
+
+def test_a_promise_moves_the_capacity(swept: lessons.Swept) -> None:
+    assert swept.capacity(SLO(e2e_s=0.15), 0.95).level == 1
+    assert swept.capacity(SLO(e2e_s=0.25), 0.95).level == 2
+    assert swept.capacity(SLO(e2e_s=0.25), 0.5).level == 8
+    assert swept.capacity(SLO(e2e_s=0.05), 0.5).level is None
+
+
+def test_the_limit_is_moved_without_running_anything(
+    swept: lessons.Swept, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(views, "display", lambda *shown: None)
+    explorer = views.explore_limit(swept, (150, 250, 500), (50, 95, 99))
+    line, area = explorer.figure.layout.shapes
+    assert (line.y0, area.x1) == (250, 2)
+    assert list(explorer.figure.data[0].y) == pytest.approx([100, 200, 400, 3200])
+    explorer.share.value = 50
+    assert explorer.figure.layout.shapes[1].x1 == 8
+    assert list(explorer.figure.data[0].y) == pytest.approx([100] * 4)
+    explorer.limit.value = 150
+    explorer.share.value = 99
+    assert "Capacity: 1.00 requests/s" in explorer.caption.value
+
+
+def test_the_curves_show_what_averages_hide(swept: lessons.Swept) -> None:
+    lines = {trace.name: list(trace.y) for trace in views.curves(swept).data}
+    assert lines["E2E, mean"] == pytest.approx([100, 150, 250, 1650])
+    assert lines["E2E, p50"] == pytest.approx([100] * 4)
+    assert lines["E2E, p99"] == pytest.approx([100, 200, 400, 3200])
+    assert lines["all that was asked"] == [1, 2, 4, 8]
+    told = views.describe_averages(swept)
+    assert "the mean is 1.65\u202fs; 50\u202f% of the requests took longer" in told
+    assert "P99s of all levels average 975\u202fms" in told  # (0.1 + 0.2 + 0.4 + 3.2) / 4
+    assert "all requests together is 3.20\u202fs" in told
+    assert "4 levels, 40 to 40 requests each" in views.describe(swept)
+
+
+def test_the_frontier_leaves_out_what_is_beaten(swept: lessons.Swept) -> None:
+    line, points = views.frontier(swept).data
+    assert list(points.text) == ["1", "2", "4", "8"]
+    assert set(zip(line.x, line.y, strict=True)) <= set(zip(points.x, points.y, strict=True))
+    assert list(line.x) == sorted(line.x)
+    assert list(line.y) == sorted(line.y)
+    lost = [colour for colour in points.marker.color if colour != points.marker.color[0]]
+    assert len(lost) == 4 - len(line.x)
+
+
+def test_the_knee_is_a_share_of_the_most(swept: lessons.Swept) -> None:
+    knee, most = swept.result.knee, swept.result.saturation
+    assert knee.level is not None
+    assert most is not None
+    assert swept.knee_share.value == pytest.approx(100 * knee.level / most)
+    unknown = dataclasses.replace(swept.result, knee=capacity.Found(None, reason="none"))
+    assert lessons.Swept(unknown, {}).knee_share.value is None
+    assert "No knee: none." in views.describe(lessons.Swept(unknown, {}))
+
+
+def test_a_sweep_keeps_its_requests_in_memory(bench: lessons.Bench) -> None:
+    choice, load = ServiceChoice(), LoadChoice(input_tokens=4, output_tokens=2)
+    vars(choice)["loaded"] = bench.model
+    plan = Sweep(minutes=1, levels=(8.0, 32.0), seconds=1, allow_invalid=True)
+    found = lessons.swept(choice, load, plan)
+    assert list(found.requests) == [8.0, 32.0]
+    assert [len(r) for r in found.requests.values()] == [p.samples for p in found.result.usable]
+    assert not found.result.out_dir.exists()

@@ -178,7 +178,7 @@ def explore_sharing(
     bench: lessons.Bench, requests: int, prompt_tokens: int, output_tokens: int, seats: int
 ) -> panels.Explorer[RunRecords]:
     """Sliders over how much of a prompt is shared, and from how many documents; every setting is a bar."""
-    shares = [prompt_tokens * eighths // 8 for eighths in (7, 6, 4, 2, 0)]
+    shares = [prompt_tokens * part // 8 // 16 * 16 for part in (7, 6, 4, 2, 0)]  # whole blocks are found
 
     def measure(shared: int, documents: int) -> RunRecords:
         load = synthetic(requests, prompt_tokens, (output_tokens,), shared, documents, name="shared")

@@ -7,19 +7,26 @@ what these return.
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from perflab.config import EngineConfig
 from perflab.load.run import RunRecords, run_load
 from perflab.load.workloads import PromptEncoder, Workload, synthetic
-from perflab.measure import latency, metrics, stats
+from perflab.measure import capacity, latency, metrics, stats
 from perflab.measure.latency import Decomposition
+from perflab.measure.metrics import SLO
 from perflab.models.load import load
 from perflab.models.loaded import LoadedModel
+from perflab.studies import store
+from perflab.studies.service_run import LoadChoice, ServiceChoice
 from perflab.studies.session import EngineMaker
+from perflab.studies.sweep import Sweep, run_sweep
+from perflab.studies.sweep_result import SweepResult
 from perflab.types import Request, RequestRecord, SamplingParams, TokenEvent
 
 Progress = Callable[[str], None]
@@ -56,7 +63,7 @@ def judge(prediction: Prediction, measured: stats.Estimate, tolerance: float = 0
         return Verdict("cannot tell", "Nothing was measured, so nothing can be said about the prediction.")
     unit, guess, value = prediction.unit, prediction.value, measured.value
     mine, shown = f"Your prediction of {guess:.3g}{unit}", f"measured {value:.3g}{unit}"
-    if measured.bounded and measured.low == measured.high:
+    if measured.confidence == 1:
         shown = f"counted {value:.3g}{unit}"
     elif measured.bounded:
         shown += f" ({measured.confidence:.0%} interval {measured.low:.3g} to {measured.high:.3g})"
@@ -214,7 +221,46 @@ def cached_share(run: RunRecords) -> float:
 
 def counted(value: float) -> stats.Estimate:
     """A figure that is the same in every run, because it counts work and not time."""
-    return stats.Estimate(value, value, value)
+    return stats.Estimate(value, value, value, confidence=1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Swept:
+    """A sweep with the requests of every point that counts, by level, the lowest first."""
+
+    result: SweepResult
+    requests: dict[float, list[RequestRecord]] = field(repr=False)
+
+    @property
+    def knee_share(self) -> stats.Estimate:
+        """The knee as % of the most that was completed; no interval where the points give only one level."""
+        knee, most = self.result.knee, self.result.saturation
+        if knee.level is None or most is None or knee.low is None or knee.high is None:
+            return stats.Estimate(None)
+        value, low, high = (100 * level / most for level in (knee.level, knee.low, knee.high))
+        return stats.Estimate(value, low, high) if low < high else stats.Estimate(value)
+
+    def capacity(self, slo: SLO, share: float) -> capacity.Found:
+        """The highest level at which `share` (0 to 1) of the requests meet `slo`."""
+        points = [capacity.point(requests, level, slo) for level, requests in self.requests.items()]
+        return capacity.capacity(points, share)
+
+
+def swept(service: ServiceChoice, load: LoadChoice, sweep: Sweep, progress: Progress | None = None) -> Swept:
+    """A sweep whose directory is not kept."""
+    say = progress or (lambda message: None)
+    with tempfile.TemporaryDirectory() as folder:
+        found = run_sweep(service, load, sweep, Path(folder, "sweep"), lambda stage: say(stage.message))
+        runs = found.out_dir / "runs"
+        return Swept(found, {p.level: store.read_run(runs / p.run).requests for p in found.usable})
+
+
+def e2e_ms(requests: Sequence[RequestRecord], which: str) -> float:
+    """Mean, p50, p90 or p99 of E2E, failures counting as +inf."""
+    values = metrics.samples(requests, metrics.e2e_s)
+    if which == "mean":
+        return 1e3 * sum(values) / len(values)
+    return 1e3 * stats.percentile_value(values, capacity.QUANTILES[which])
 
 
 MODEL_SEGMENTS = ("prefill forward", "decode forward")
