@@ -75,7 +75,7 @@ def test_before_and_after_are_in_the_order_given_and_judged_on_latency(before_af
     assert [s.name for s in turned.summaries] == ["new", "old"]
     assert turned.summaries[1].first.answer == "slower"
     assert headlines.headline(turned).tone == "bad"
-    found = {m.name: c for m, c in tables_service.changes_of(*analysis.summaries)}
+    found = {c.measure.name: c.comparison for c in tables_service.changes_of(analysis, analysis.summaries[1])}
     assert found["TTFT p50"].ratio.value == pytest.approx(4 / 3, rel=1e-6)
     assert found["TPOT p50"].answer == "cannot tell"
     row = next(r for r in tables_service.changes(analysis).rows if r[1].text == "TTFT p50")

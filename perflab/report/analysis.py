@@ -7,14 +7,17 @@ services that were benchmarked, the points of a sweep. Draws and words nothing.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from perflab.errors import StoreError
+from perflab.report import units
 from perflab.report.summary import CLOSE_KL, E2E, RATE, Measure, Summary, compare_runs, summarise
 from perflab.studies import store
+from perflab.studies.compare_result import METRICS, Compared, judge
 from perflab.studies.store import Run
 from perflab.studies.sweep_result import SweepResult, load_sweep
 
@@ -33,6 +36,8 @@ class Analysis:
     measure: Measure = RATE
     paths: tuple[Path, ...] = ()
     sweep: SweepResult | None = None
+    compared: Compared | None = None
+    compare_invalid: bool = False
 
     @property
     def title(self) -> str:
@@ -88,7 +93,11 @@ def parts(paths: Sequence[Path], compare_invalid: bool = False) -> list[Analysis
                 name = str(runs[0].manifest.get("study", ""))
             found.setdefault((kind, name), []).append(_Source(path, runs, source.study, source.extra))
     order = sorted(found, key=lambda key: KINDS.index(key[0]))
-    return [_part(kind, found[kind, name], compare_invalid) for kind, name in order]
+    made = []
+    for key in order:
+        with _damage_named(found[key][0].path):
+            made.append(_part(key[0], found[key], compare_invalid))
+    return made
 
 
 def kind_of(run: Run) -> str:
@@ -110,7 +119,7 @@ class _Source:
 def _read(path: Path) -> _Source:
     study: Mapping[str, Any] = {}
     extra = {}
-    try:
+    with _damage_named(path):
         if (path / "study.json").exists():
             study = store.read_json(path / "study.json")["declaration"]
             [v["name"] for v in study.get("variants", [])]
@@ -118,7 +127,14 @@ def _read(path: Path) -> _Source:
             file = path / f"{name}.json"
             extra[name] = dict(store.read_json(file)) if file.exists() else {}
         return _Source(path, _numbered([store.read_run(p) for p in _run_dirs(path)]), study, extra)
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
+
+
+@contextmanager
+def _damage_named(path: Path) -> Iterator[None]:
+    """Turns what a file of another shape leads to into a StoreError that names the directory."""
+    try:
+        yield
+    except (LookupError, TypeError, AttributeError, ValueError) as error:
         if isinstance(error, StoreError):
             raise
         raise StoreError(
@@ -152,13 +168,41 @@ def _part(kind: str, sources: Sequence[_Source], compare_invalid: bool) -> Analy
         runs.sort(key=lambda run: run.manifest["sweep"]["level"])
         sources = [replace(sources[0], runs=runs or sources[0].runs)]
     summaries = [summarise(*group) for group in _groups(sources, study)]
-    measure = E2E if kind in ("bench", "compare") and summaries[0].open_loop else RATE
-    if kind not in ("sweep", "profile"):
+    compared = _compared(sources[0].path, summaries) if kind == "compare" else None
+    measure = E2E if kind == "bench" and summaries[0].open_loop else RATE
+    if compared is not None:
+        metric = METRICS[compared.metric]
+        shape = units.number if metric.higher_is_better else units.seconds
+        measure = Measure(metric.name, lambda run: metric.of(run.requests), metric.higher_is_better, shape)
+    elif kind not in ("sweep", "profile"):
         for before, summary in itertools.pairwise(summaries):
             summary.previous_name = before.name
             summary.previous = compare_runs(before, summary, compare_invalid, measure)
             summary.first = compare_runs(summaries[0], summary, compare_invalid, measure)
-    return Analysis(summaries, study, failures, kind, measure, tuple(s.path for s in sources), found)
+    return Analysis(
+        summaries,
+        study,
+        failures,
+        kind,
+        measure,
+        tuple(s.path for s in sources),
+        found,
+        compared,
+        compare_invalid,
+    )
+
+
+def _compared(path: Path, summaries: Sequence[Summary]) -> Compared:
+    """The answer that `perflab compare` gave, from the runs it wrote; quality as it found it."""
+    held = store.read_json(path / "compare.json")
+    asked = held["compare"]
+    sides = [summary.runs[0] for summary in summaries]
+    found = judge(sides, held["metric"], asked["confidence"], asked["allow_invalid"])
+    found.quality = held["quality"]
+    for summary in summaries:
+        summary.quality = found.quality.get("fidelity", {}).get(summary.name)
+    summaries[1].first = summaries[1].previous = found.found
+    return found
 
 
 def _groups(sources: Sequence[_Source], study: Mapping[str, Any]) -> list[tuple[str, list[Run], Any]]:

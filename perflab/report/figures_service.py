@@ -15,7 +15,7 @@ from perflab.measure import metrics, stats
 from perflab.report import units
 from perflab.report.figures import finite
 from perflab.report.look import ACCENT, BAD, GOOD, INK, MUTED, TONES, UNSURE, names_axis, rows_height, style
-from perflab.report.summary import Measure, Summary, slo_of
+from perflab.report.summary import Summary, slo_of
 from perflab.types import RequestRecord
 
 LINES = (UNSURE, ACCENT, GOOD, "#f59e0b", "#8b5cf6", BAD, "#38a89d")
@@ -135,17 +135,17 @@ def time_ticks(low: float, high: float) -> list[float]:
     return [v for d in decades for step in steps if low <= (v := step * 10.0**d) <= high]
 
 
-def changes(found: Sequence[tuple[Measure, stats.Comparison]], before: str) -> go.Figure:
+def changes(found: Sequence[tuple[str, stats.Comparison]], before: str) -> go.Figure:
     """How many times as fast each measure became, with its interval; the colour is the answer."""
-    names = [measure.name for measure, _ in found]
+    names = [name for name, _ in found]
     figure = go.Figure()
     for answer, colour in TONES.items():
-        chosen = [(m, c) for m, c in found if c.answer == answer and c.ratio.value]
+        chosen = [(n, c) for n, c in found if c.answer == answer and c.ratio.value]
         arms = [c.ratio.arms for _, c in chosen]
         figure.add_trace(
             go.Scatter(
                 x=finite(c.ratio.value for _, c in chosen),
-                y=[m.name for m, _ in chosen],
+                y=[n for n, _ in chosen],
                 mode="markers",
                 name=answer,
                 marker={"size": 12, "color": colour},

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from perflab.measure import stats
 from perflab.report import units
 from perflab.report.analysis import Analysis
-from perflab.report.summary import CLOSE_KL, Summary, quality_words
+from perflab.report.summary import CLOSE_KL, Summary, interleaved, quality_words
 from perflab.studies.sweep_result import SweepResult
 
 
@@ -124,9 +124,10 @@ def _changed(analysis: Analysis) -> Headline:
     if len(others) == 1 and others[0].first is not None:
         comparison = others[0].first
         ratio = comparison.ratio
+        pairs = "pairs of runs" if interleaved(base, others[0]) else "runs of each, not interleaved"
         title = f"“{others[0].name}” is {comparison.answer} than “{base.name}”"
         title += f": {name} {units.times(ratio.value)} as fast"
-        detail = f"95 % interval {units.interval(ratio, units.times)} from {ratio.n} pairs of runs."
+        detail = f"95 % interval {units.interval(ratio, units.times)} from {ratio.n} {pairs}."
         tone = "good" if comparison.answer == "faster" else "bad"
         return Headline(title, f"{detail}{_at_what_cost(base, others[0])}", tone)
     best = analysis.best

@@ -91,7 +91,7 @@ def changes(analysis: Analysis) -> Section | None:
     if len(analysis.summaries) < 2:
         return None
     base, last = analysis.baseline, analysis.summaries[-1]
-    found = tables_service.changes_of(base, last)
+    found = [(c.measure.name, c.comparison) for c in tables_service.changes_of(analysis, last)]
     return Section(
         "change",
         f"Before and after: “{base.name}” against “{last.name}”",

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from perflab.clock import NS_PER_S
 from perflab.measure import latency, metrics, stats
 from perflab.measure.metrics import SLO
+from perflab.measure.paired import compare_unpaired
 from perflab.report import units
 from perflab.studies import quality
 from perflab.studies.store import Run
@@ -176,11 +177,14 @@ def goodput_of(runs: Sequence[Run], request_class: str | None = None) -> metrics
 def compare_runs(
     a: Summary, b: Summary, compare_invalid: bool = False, measure: Measure = RATE
 ) -> stats.Comparison:
-    """Paired comparison of one figure over the rounds that both have.
+    """Paired comparison of one figure over the rounds that both have; of runs that did not alternate, a
+    comparison of the two groups (Welch), for which drift counts as a difference.
 
     Where invalid runs leave fewer than two pairs the answer is `cannot tell` and names the reason;
     the ratio is then that of all pairs, to look at and not to quote.
     """
+    if not interleaved(a, b):
+        return _apart(a, b, compare_invalid, measure)
     rounds_a, rounds_b = ({run.round: run for run in s.runs} for s in (a, b))
     shared = sorted(rounds_a.keys() & rounds_b.keys())
     found = [(rounds_a[r], rounds_b[r], measure.of(rounds_a[r]), measure.of(rounds_b[r])) for r in shared]
@@ -197,6 +201,19 @@ def compare_runs(
         share = f"{len(valid) or 'none'} of {len(pairs)} pairs of runs valid"
         why = f"{share if len(pairs) > 1 else 'the only pair of runs is invalid'}: {', '.join(names)}"
         return replace(result, answer="cannot tell", reason=why)
+    return result
+
+
+def _apart(a: Summary, b: Summary, compare_invalid: bool, measure: Measure) -> stats.Comparison:
+    """Groups that were measured one after the other."""
+    chosen = [[run for run in s.runs if run.valid or compare_invalid] for s in (a, b)]
+    before, after = ([v for run in runs if (v := measure.of(run)) and math.isfinite(v)] for runs in chosen)
+    result = compare_unpaired(before, after, higher_is_better=measure.higher_is_better)
+    if not same_load(a, b):
+        return replace(result, answer="cannot tell", reason="the two were measured under different loads")
+    if min(len(before), len(after)) < 2 and not (a.used[0].valid and b.used[0].valid):
+        names = sorted({reason[0] for s in (a, b) for run in s.runs for reason in run.reasons})
+        return replace(result, reason=f"too few valid runs: {', '.join(names)}")
     return result
 
 

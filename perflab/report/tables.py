@@ -269,7 +269,7 @@ def qualities(summaries: Sequence[Summary]) -> Table:
                     units.number(ppl.value, 4), f"reference {units.number(held['reference_perplexity'], 4)}"
                 ),
                 estimate(s.greedy, units.percent),
-                Cell(held["key"], tone="muted"),
+                Cell(held.get("key", ""), tone="muted"),
             )
         )
     headers = (

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict
-from typing import Any
+from dataclasses import asdict, replace
+from typing import Any, NamedTuple
 
 from perflab.clock import NS_PER_S
 from perflab.measure import metrics, stats
@@ -20,6 +20,7 @@ from perflab.report.analysis import Analysis
 from perflab.report.summary import MEASURES, QUANTILES, Measure, Summary, compare_runs, goodput_of, slo_of
 from perflab.report.tables import Cell, Table, completed, estimate, rate, ratio, runs_cell, verdict
 from perflab.report.telemetry import named
+from perflab.studies.compare_result import METRICS
 from perflab.studies.store import Run
 from perflab.studies.sweep_result import SweepResult
 
@@ -55,14 +56,12 @@ def results(analysis: Analysis) -> Table:
     return Table((*headers, *tail, "valid runs"), tuple(rows), words=(0, *([9] if several else [])))
 
 
-def changes(analysis: Analysis, compare_invalid: bool = False) -> Table:
+def changes(analysis: Analysis) -> Table:
     """Every measure of each further group beside the first's, with ratio, answer and detectable change."""
-    base = analysis.baseline
     rows = []
     for other in analysis.summaries[1:]:
-        for index, (measure, found) in enumerate(changes_of(base, other, compare_invalid)):
-            values = [_typical(s, measure) for s in (base, other)]
-            judged = "judged on this" if measure is analysis.measure else ""
+        for index, (measure, values, found) in enumerate(changes_of(analysis, other)):
+            judged = "judged on this" if measure.name == analysis.measure.name else ""
             rows.append(
                 (
                     Cell(other.name if index == 0 else ""),
@@ -77,12 +76,35 @@ def changes(analysis: Analysis, compare_invalid: bool = False) -> Table:
     return Table(headers, tuple(rows), words=(0, 1, 5))
 
 
-def changes_of(
-    base: Summary, other: Summary, compare_invalid: bool = False
-) -> list[tuple[Measure, stats.Comparison]]:
-    """Comparisons of all measures that both groups have."""
-    both = [m for m in MEASURES if all(_typical(s, m) is not None for s in (base, other))]
-    return [(m, compare_runs(base, other, compare_invalid, m)) for m in both]
+class Change(NamedTuple):
+    """One figure before and after, and whether the runs prove that it changed."""
+
+    measure: Measure
+    values: tuple[float | None, float | None]
+    comparison: stats.Comparison
+
+
+def changes_of(analysis: Analysis, other: Summary) -> list[Change]:
+    """Every figure that the first group and `other` both have."""
+    if (found := analysis.compared) is not None:
+        shapes = {True: units.number, False: units.seconds}
+        return [
+            Change(
+                Measure(m.name, lambda run: None, m.higher_is_better, shapes[m.higher_is_better]),
+                found.medians[key],
+                replace(one, answer="cannot tell", reason=found.refused) if found.refused else one,
+            )
+            for key, one in found.by_metric.items()
+            if None not in found.medians[key]
+            for m in [METRICS[key]]
+        ]
+    base = analysis.baseline
+    made = [(m, (_typical(base, m), _typical(other, m))) for m in MEASURES]
+    return [
+        Change(m, values, compare_runs(base, other, analysis.compare_invalid, m))
+        for m, values in made
+        if None not in values
+    ]
 
 
 def _typical(s: Summary, measure: Measure) -> float | None:
@@ -224,7 +246,7 @@ TOTALS = {
 
 def server(analysis: Analysis) -> Table:
     """What servers said of themselves during the typical run of each group, beside the client's count."""
-    rows = []
+    rows: list[tuple[Cell, ...]] = []
     for s in analysis.summaries:
         run = s.typical
         mine = {
