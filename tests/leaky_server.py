@@ -6,24 +6,25 @@ import sys
 
 from live_server import serving
 
-from perflab.engine.engine import Engine
+from perflab.serve.service import Service
 
 kept: list[bytearray] = []
 
 
-def leaking(engine: Engine, size: int) -> None:
+def leaking(service: Service, size: int) -> None:
     """Each request leaves `size` bytes behind, written to so that they are resident."""
-    submit = engine.submit
+    new_id = service.new_id
 
-    def submit_and_keep(request):
+    def new_id_and_keep() -> str:
         kept.append(bytearray(b"x" * size))
-        return submit(request)
+        return new_id()
 
-    engine.submit = submit_and_keep
+    service.new_id = new_id_and_keep
 
 
 if __name__ == "__main__":
-    with serving(prepare=lambda engine: leaking(engine, int(sys.argv[1])), keep_records=200) as live:
+    with serving(keep_records=200) as live:
+        leaking(live.service, int(sys.argv[1]))
         print(live.url, flush=True)
         sys.stdin.read()  # until the test closes it
         live.assert_empty()

@@ -13,7 +13,7 @@ from pathlib import Path
 import aiohttp
 import psutil
 import pytest
-from live_server import Live, serving
+from live_server import serving
 
 from perflab.measure.memory import LeakVerdict, leak_verdict
 
@@ -30,7 +30,7 @@ async def ask(session: aiohttp.ClientSession, url: str, rng: random.Random, stay
         "n": rng.choice((1, 1, 1, 2)),
     }
     leaves = rng.random() >= stay
-    limit = aiohttp.ClientTimeout(total=rng.expovariate(1 / 0.02) if leaves else 60)
+    limit = aiohttp.ClientTimeout(total=rng.expovariate(1 / 0.05) if leaves else 60)
     try:
         async with session.post(f"{url}/v1/completions", json=body, timeout=limit) as response:
             assert response.status == 200
@@ -53,10 +53,6 @@ async def crowd(url: str, count: int, at_once: int, stay: float, seed: int = 0, 
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
         await asyncio.gather(*(client(session) for _ in range(at_once)))
     return ends
-
-
-def served(live: Live) -> dict[str, float]:
-    return live.samples("request_success_total")
 
 
 def test_a_crowd_of_which_half_leaves() -> None:
@@ -112,6 +108,6 @@ def test_disconnects_leave_no_memory_behind_and_a_planted_leak_is_found() -> Non
     clean = memory_after(0, 4000)
     assert clean.slope_bytes_per_request.high < 2048, clean
     assert not clean.leaking
-    leaky = memory_after(10_240, 2000)
+    leaky = memory_after(10_240, 4000)
     assert leaky.leaking, leaky
-    assert 5_000 < leaky.slope_bytes_per_request.value < 20_000
+    assert 4_000 < leaky.slope_bytes_per_request.value < 20_000

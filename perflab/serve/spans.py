@@ -10,37 +10,26 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from perflab.clock import clock_id
+from perflab.measure.latency import segments
 from perflab.types import RequestRecord, Span, StepRecord
 
 
 def server_spans(
-    record: RequestRecord, steps: Sequence[StepRecord], after: Iterable[Span]
+    record: RequestRecord, steps: Sequence[StepRecord], around: Iterable[Span]
 ) -> tuple[list[Span], list[int]]:
     """Spans of one sample in order of time, and the indices of its steps.
 
-    record.spans hold what came before its first step (receive, parse, tokenise, hand_over, queue) and
-    where it was preempted; `after` is what came after its last (hand_back, serialise, write).
+    The record holds what came before its first step (receive, parse, tokenise, queue) and the steps what
+    followed; `around` is what the engine does not stamp (hand_over, hand_back, serialise, write).
     """
-    spans, indices = list(record.spans), []
-    end = record.last_token_ns or 0
-    away = [span for span in record.spans if span.name == "requeue"]
-    first = record.first_step - steps[0].index if steps else 0
-    if record.first_step >= 0:
-        for step in steps[max(0, first) : max(0, first + record.last_step + 1 - record.first_step)]:
-            if any(span.start_ns <= step.start_ns < span.end_ns for span in away):
-                continue
-            indices.append(step.index)
-            forward = "prefill forward" if step.index <= record.first_token_step else "decode forward"
-            spans += (
-                Span("schedule", step.start_ns, step.planned_ns),
-                Span("batch", step.planned_ns, step.batched_ns),
-                Span(forward, step.batched_ns, step.forwarded_ns),
-                Span("sample", step.forwarded_ns, step.sampled_ns),
-                Span("commit", step.sampled_ns, step.committed_ns),
-                Span("detokenise", step.committed_ns, min(step.delivered_ns, end)),
-            )
-    spans += after
-    return sorted(spans, key=lambda span: span.start_ns), indices
+    base = steps[0].index if steps else 0
+    own = (
+        steps[max(0, record.first_step - base) : record.last_step + 1 - base]
+        if record.first_step >= 0
+        else []
+    )
+    spans = [*segments(record, own), *around]
+    return sorted(spans, key=lambda span: span.start_ns), [step.index for step in own]
 
 
 def as_extra(spans: Sequence[Span], indices: Sequence[int]) -> dict[str, Any]:
