@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from perflab.cli.options import load_choice, service_choice, takes
+from perflab.cli.options import ENGINE, load_choice, service_choice, takes
 
 if TYPE_CHECKING:
     from perflab.studies.compare_result import Compared
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from perflab.studies.sweep import SweepResult
 
 RUNS = Path("runs")
-ENGINE: Any = typer.Option(help="Switches of our engine, such as weights=int8,max_num_seqs=8.")
 
 
 @takes(service=service_choice, load=load_choice)

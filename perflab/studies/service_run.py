@@ -37,6 +37,8 @@ API_KEY = "PERFLAB_API_KEY"
 TELEMETRY_S = 0.5
 """Between samples of the machine: next to nothing, on one core too."""
 
+WARM_UP_USERS, WARM_UP_TOKENS = 8, 8
+
 _PIECES = re.compile(r" ?\w{1,8}|[^\w ]| +")
 """About what tokenizers of large vocabularies take for one token of English."""
 
@@ -75,7 +77,8 @@ class ServiceChoice:
         return load(name, dtype=self.dtype, device=self.device, trust_remote_code=self.trust_remote_code)
 
     @cached_property
-    def _runner(self) -> Any:
+    def runner(self) -> Any:
+        """Packed once for every engine on it."""
         from perflab.models.runners import make_runner
 
         return make_runner(self.loaded, self.config)
@@ -93,7 +96,7 @@ class ServiceChoice:
             from perflab.engine.engine import Engine
             from perflab.load.engine_service import EngineService
 
-            return EngineService(Engine(self.loaded, self.config, runner=self._runner))
+            return EngineService(Engine(self.loaded, self.config, runner=self.runner))
         from perflab.load.http_service import HTTPService
 
         key = os.environ.get(API_KEY)
@@ -194,6 +197,19 @@ class LoadChoice:
         return facts | {"path": self.path.name if self.path else None}
 
 
+def warm(service: ServiceChoice, load: LoadChoice, workload: Workload, make: Callable[[], Service]) -> int:
+    """Short requests of the same kind, as many at once as the load may bring (but no more than it may);
+    how many there were. Nothing of them is kept."""
+    users = min(
+        load.users or WARM_UP_USERS, load.limits.max_in_flight or WARM_UP_USERS, len(workload.requests)
+    )
+    few = replace(load, rate_per_s=None, users=users, duration_s=None, requests=users)
+    asked = workload.first(users, WARM_UP_TOKENS)
+    salt = secrets.token_hex(3)  # nothing of the run itself is to be in a cache
+    measure(service, few, workload=asked.salted(salt) if load.salt else asked, make=make)
+    return users
+
+
 def measure(
     service: ServiceChoice,
     load: LoadChoice,
@@ -248,5 +264,6 @@ def measure(
         exact_prompts=service.loaded is not None,
         number=number,
     )
+    manifest["telemetry"] = telemetry.about()
     samples = sorted([*records.telemetry, *telemetry.samples], key=lambda sample: sample.time_ns)
     return Run(manifest, records.requests, records.steps, records.events, telemetry=samples)
