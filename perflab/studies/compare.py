@@ -29,7 +29,7 @@ from perflab.studies.service_run import LoadChoice, ServiceChoice
 from perflab.studies.session import Progress, duration
 from perflab.studies.store import Run
 
-MOST_PAIRS = 200
+MOST_PAIRS = 400
 FEW_REQUESTS = 4
 """Requests of one run where the load doesn't say."""
 
@@ -39,10 +39,11 @@ EXCUSED = ("machine too noisy", "no steady state", "too few samples")
 
 @dataclass(frozen=True, slots=True)
 class Compare:
-    """How a comparison goes. minutes: all of it, loading and quality left out. pairs: so many; None takes as
-    many as fit, decided from a pilot before the first pair, so that nobody stops when the answer suits.
-    metric: what the answer is about, one of `METRICS`; None takes tokens for a closed loop, e2e for an
-    open one. allow_invalid: answer although a side's verdict is invalid.
+    """How a comparison goes. minutes: of all pairs; loading and quality come on top. pairs: so many, however
+    long they take; None takes what fits into the time. Nobody stops when the answer suits: how long two
+    runs take together doesn't tell which of them is which. metric: what the answer is about, one of
+    `METRICS`; None takes tokens for a closed loop, e2e for an open one. allow_invalid: answer although a
+    side's verdict is invalid.
     """
 
     minutes: float = 1.0
@@ -137,15 +138,17 @@ class _Session:
                 await self.slice(services, i, -1)
             pair_s = time.perf_counter() - began
             self.facts = [service.describe() for service in services]
-            pairs = self.pairs_in(60 * self.compare.minutes - 2 * pair_s, pair_s)
+            few = self.compare.pairs or max(
+                FEWEST_PAIRS, min(MOST_PAIRS, int(60 * self.compare.minutes / pair_s))
+            )
             self.say(
-                "plan", f"{pairs} pairs of runs of {pair_s / 2:.2g} s, the order of each drawn by lot.", 0.0
+                "plan", f"About {few} pairs of runs of {pair_s / 2:.2g} s, the order of each by lot.", 0.0
             )
             gc.collect()
             gc.freeze()  # what is there by now need not be looked at again between the runs
             self.noise = NoiseSampler().start()
             try:
-                await self.pairs(services, pairs)
+                await self.pairs(services)
             finally:
                 self.seen_noise = self.noise.stop()
             if self.compare.quality and not self.interrupted:
@@ -154,14 +157,14 @@ class _Session:
                 self.say("quality", "Quality of both", 1.0)
                 self.quality = await beside(self.both, services, self.load, self.run_salt)
 
-    def pairs_in(self, seconds: float, pair_s: float) -> int:
-        """How many pairs, known before the first one."""
-        if self.compare.pairs is not None:
-            return self.compare.pairs
-        return max(FEWEST_PAIRS, min(MOST_PAIRS, int(seconds / pair_s)))
-
-    async def pairs(self, services: tuple[Service, Service], pairs: int) -> None:
-        for number in range(pairs):
+    async def pairs(self, services: tuple[Service, Service]) -> None:
+        """Pair after pair, at least as many as can answer, none that is likely to end after the time."""
+        began = time.perf_counter()
+        for number in range(self.compare.pairs or MOST_PAIRS):
+            spent = time.perf_counter() - began
+            share = spent * (number + 1) / max(1, number) / (60 * self.compare.minutes)
+            if self.compare.pairs is None and number >= FEWEST_PAIRS and share > 1:
+                return
             order = (0, 1) if self.rng.random() < 0.5 else (1, 0)
             made: dict[int, Slice] = {}
             for i in order:
@@ -171,7 +174,8 @@ class _Session:
                     return
             for i in (0, 1):
                 self.slices[i].append(replace(made[i], first=order[0] == i))
-            self.say("run", f"pair {number + 1} of {pairs}", (number + 1) / pairs)
+            share = (number + 1) / self.compare.pairs if self.compare.pairs else min(1.0, share)
+            self.say("run", f"pair {number + 1}", share)
 
     async def slice(self, services: tuple[Service, Service], i: int, number: int) -> Slice:
         """One short run of one side."""
