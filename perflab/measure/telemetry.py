@@ -258,6 +258,10 @@ class Telemetry:
         """Of the whole `with`; known after it."""
         return Overhead(self._cpu_s, self._cpu_s / self._wall_s if self._wall_s else 0.0)
 
+    def about(self) -> dict[str, Any]:
+        """For a manifest: how often, at what cost, and what this machine does not tell."""
+        return {"interval_s": self.interval_s, "overhead": self.overhead._asdict(), "missing": self.missing}
+
 
 def series(samples: Iterable[Sample]) -> dict[tuple[str, tuple[tuple[str, str], ...]], list[Sample]]:
     """Samples by name and labels, each in order of time."""

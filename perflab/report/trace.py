@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from perflab.measure.latency import SPAN_SEGMENT, STEP_SEGMENTS
+from perflab.measure.latency import STEP_SEGMENTS, segments
 from perflab.studies.store import Run
 from perflab.types import RequestRecord, StepRecord
 
@@ -138,7 +138,7 @@ def _requests(records: Sequence[RequestRecord], origin: int) -> Iterator[Event]:
 def life(record: RequestRecord, end: int) -> Iterator[tuple[str, int, int]]:
     """Consecutive pieces of a request: its spans, and prefill and decode where the engine is ours.
     What overlaps is cut at the start of the later one, so that slices nest."""
-    pieces = [(SPAN_SEGMENT.get(s.name, s.name), s.start_ns, s.end_ns) for s in record.spans]
+    pieces = [(s.name, s.start_ns, s.end_ns) for s in segments(record, {}) or record.spans]
     if record.admitted_ns is not None and record.first_token_ns is not None:
         pieces.append(("prefill", record.admitted_ns, record.first_token_ns))
         if record.last_token_ns is not None:

@@ -69,6 +69,7 @@ class Run:
     path: Path | None = None
     texts: dict[str, Any] | None = field(default=None)
     telemetry: list[Sample] = field(default_factory=list)
+    profile: dict[str, Any] | None = None
 
     @property
     def variant(self) -> str:
@@ -128,6 +129,8 @@ def write_run(path: Path, run: Run) -> Path:
             pq.write_table(pa.Table.from_pylist(rows, schema=TELEMETRY_SCHEMA), draft / "telemetry.parquet")
         if run.texts is not None:
             write_json(draft / "texts.json", run.texts)
+        if run.profile is not None:
+            write_json(draft / "profile.json", run.profile)
         digests = {file.name: _digest(file) for file in sorted(draft.iterdir())}
         write_json(draft / "manifest.json", {"format": FORMAT, **run.manifest, "files": digests})
         os.rename(draft, path)
@@ -164,6 +167,7 @@ def read_run(path: Path) -> Run:
         path,
         read_json(path / "texts.json") if "texts.json" in digests else None,
         _samples(path / "telemetry.parquet") if "telemetry.parquet" in digests else [],
+        read_json(path / "profile.json") if "profile.json" in digests else None,
     )
 
 
