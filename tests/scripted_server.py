@@ -88,6 +88,9 @@ class ScriptedServer:
             except (asyncio.IncompleteReadError, ConnectionError):
                 break
             length = int(head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0] or 0)
+            if head.startswith(b"GET"):  # it has no page of metrics and no list of models
+                writer.write(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n")
+                continue
             self.bodies.append(json.loads(await reader.readexactly(length)))
             number, start = len(self.bodies) - 1, asyncio.get_running_loop().time()
             answer = asyncio.create_task(self._answer(number, start, writer))
