@@ -35,6 +35,7 @@ def test_there_are_notebooks() -> None:
         "03_kv_cache.ipynb",
         "06_throughput_and_tail_latency.ipynb",
         "10_hardware_limits.ipynb",
+        "12_your_own_service.ipynb",
     }
 
 
@@ -81,6 +82,7 @@ GUESS = lessons.Prediction("How many times?", 3.0, "×")
         (Estimate(1.5, 1.4, 1.6, 3), "too high", "was too high"),
         (Estimate(None), "cannot tell", "Nothing was measured"),
         (lessons.counted(4.0), "too low", "counted 4×"),
+        (Estimate(13_612.0, 13_100.0, 15_300.0, 9), "too low", "13,612× (95% interval 13,100 to 15,300)"),
     ],
 )
 def test_judging_a_prediction(measured: Estimate, answer: str, words: str) -> None:

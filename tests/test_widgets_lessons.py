@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import sys
+import urllib.error
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +14,19 @@ import pytest
 
 from perflab.clock import seconds_to_ns
 from perflab.config import EngineConfig
+from perflab.errors import PerflabError
 from perflab.load.run import RunRecords
 from perflab.load.workloads import synthetic
 from perflab.measure import capacity
 from perflab.measure.metrics import SLO
+from perflab.measure.stats import Estimate
 from perflab.models.tiny import tiny
 from perflab.studies.service_run import LoadChoice, ServiceChoice, measure
-from perflab.studies.store import Run
+from perflab.studies.store import Run, write_run
 from perflab.studies.sweep import Sweep
 from perflab.studies.sweep_result import SweepResult
 from perflab.types import RequestRecord
-from perflab.widgets import batching, kv_cache, lessons, panels
+from perflab.widgets import batching, kv_cache, lessons, panels, service
 from perflab.widgets import capacity as views
 
 
@@ -261,3 +266,70 @@ def test_a_sweep_keeps_its_requests_in_memory(bench: lessons.Bench) -> None:
     assert list(found.requests) == [8.0, 32.0]
     assert [len(r) for r in found.requests.values()] == [p.samples for p in found.result.usable]
     assert not found.result.out_dir.exists()
+
+
+FAKE = """#!{python}
+import http.server, socketserver
+class Ready(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200 if self.path == "/ready" else 404); self.end_headers()
+    def log_message(self, *_): pass
+with socketserver.TCPServer(("127.0.0.1", 0), Ready) as server:
+    print("fake at http://127.0.0.1:%d/v1" % server.server_address[1], flush=True)
+    server.serve_forever()
+"""
+
+
+def program(path: Path, text: str) -> str:
+    path.write_text(text.format(python=sys.executable))
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_a_server_is_ready_when_it_is_there_and_gone_when_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("perflab.widgets.service.sys.executable", program(tmp_path / "fake", FAKE))
+    with service.Server() as server:
+        assert urllib.request.urlopen(f"{server.url}/ready").status == 200
+    with pytest.raises(urllib.error.URLError):
+        urllib.request.urlopen(f"{server.url}/ready")
+    server.close()
+
+
+def test_a_server_that_dies_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dying = program(tmp_path / "dying", "#!{python}\nraise SystemExit('no memory left')\n")
+    monkeypatch.setattr("perflab.widgets.service.sys.executable", dying)
+    with pytest.raises(PerflabError, match="no memory left"):
+        service.Server()
+
+
+def test_a_server_elsewhere_is_left_alone() -> None:
+    with service.Server("http://127.0.0.1:9") as server:
+        assert server.url == "http://127.0.0.1:9"
+
+
+def test_chapters_of_a_run_are_looked_at(
+    bench: lessons.Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choice, load = ServiceChoice(), LoadChoice(input_tokens=4, output_tokens=3, requests=6)
+    vars(choice)["loaded"] = bench.model
+    told: list[str] = []
+    shown: list[Any] = []
+    monkeypatch.setattr(panels, "note", told.append)
+    monkeypatch.setattr(panels, "show", shown.append)
+    monkeypatch.setattr(service, "display", shown.append)
+    run = measure(choice, load, variant="mine")
+    assert "<b>6 of 6</b> completed" in service.describe(run)
+    folder = write_run(tmp_path / "run", run)
+    service.look([folder], "latency", "validity", "nothing of the kind")
+    assert len(told) == 2
+    assert told[0].startswith("“mine”: half of all answers within")
+    assert len(shown) == 1
+    written = service.report([folder], tmp_path / "report.html")
+    assert "mine" in written.read_text(encoding="utf-8")
+    assert str(written) in str(shown[-1].path)
+
+
+def test_estimates_in_milliseconds() -> None:
+    assert lessons.in_ms(Estimate(0.5, 0.25, None, 9)) == Estimate(500.0, 250.0, None, 9)

@@ -62,11 +62,11 @@ def judge(prediction: Prediction, measured: stats.Estimate, tolerance: float = 0
     if measured.value is None:
         return Verdict("cannot tell", "Nothing was measured, so nothing can be said about the prediction.")
     unit, guess, value = prediction.unit, prediction.value, measured.value
-    mine, shown = f"Your prediction of {guess:.3g}{unit}", f"measured {value:.3g}{unit}"
+    mine, shown = f"Your prediction of {_short(guess)}{unit}", f"measured {_short(value)}{unit}"
     if measured.confidence == 1:
-        shown = f"counted {value:.3g}{unit}"
-    elif measured.bounded:
-        shown += f" ({measured.confidence:.0%} interval {measured.low:.3g} to {measured.high:.3g})"
+        shown = f"counted {_short(value)}{unit}"
+    elif measured.low is not None and measured.high is not None:
+        shown += f" ({measured.confidence:.0%} interval {_short(measured.low)} to {_short(measured.high)})"
     else:
         shown += " (one run, so without an interval)"
     if abs(guess - value) <= tolerance * abs(value):
@@ -75,6 +75,10 @@ def judge(prediction: Prediction, measured: stats.Estimate, tolerance: float = 0
         return Verdict("cannot tell", f"{mine} lies in the interval, but so does much else: {shown}.")
     answer: Answer = "too low" if guess < value else "too high"
     return Verdict(answer, f"{mine} was {answer}: {shown}.")
+
+
+def _short(value: float) -> str:
+    return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +221,12 @@ def tokens_held(run: RunRecords) -> list[int]:
 def cached_share(run: RunRecords) -> float:
     """Share (0 to 1) of all prompt tokens that the prefix cache had already."""
     return sum(r.cached_tokens for r in run.requests) / sum(r.prompt_tokens for r in run.requests)
+
+
+def in_ms(estimate: stats.Estimate) -> stats.Estimate:
+    """An estimate in seconds as one in milliseconds."""
+    value, low, high = (None if x is None else 1e3 * x for x in (estimate.value, estimate.low, estimate.high))
+    return stats.Estimate(value, low, high, estimate.n, estimate.confidence)
 
 
 def counted(value: float) -> stats.Estimate:
