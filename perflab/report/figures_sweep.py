@@ -141,9 +141,8 @@ def _marks(figure: go.Figure, found: SweepResult) -> None:
                 "x": 0.01,
                 "xanchor": "left",
             }
-            figure.add_hline(
-                y=limit, line={"color": BAD, "width": 1, "dash": "dot"}, annotation=label, row=1, col=1
-            )
+            line = {"color": BAD, "width": 1, "dash": "dot"}
+            figure.add_hline(limit, line=line, annotation=label, annotation_position="top left", row=1, col=1)
 
 
 def _shown(value: float | None, top: float) -> float | None:

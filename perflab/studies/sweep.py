@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -199,7 +200,7 @@ class _Session:
         if "ladder" in self.plan:
             return
         sweep, points = self.sweep, self.sweep.points
-        saturation = 1.0
+        saturation, drain = 1.0, 0.0
         if sweep.levels:
             ladder = tuple(sorted(sweep.levels))
             saturation = ladder[-1]
@@ -212,12 +213,14 @@ class _Session:
                 replace(self.load, users=sweep.users, duration_s=seconds), f"{sweep.users} users", probe=True
             )
             saturation = max(full.rate or 0.0, slowest.rate or 0.0)
+            drain = full.latencies["E2E"]["p50"].value or 0.0
+            drain = drain if math.isfinite(drain) else 0.0
             if not saturation:
                 raise WorkloadError(f"no request of the two probes completed: see {self.out_dir / 'runs'}")
             ladder = sweep_plan.rate_ladder(saturation, slowest.rate or saturation, points)
         shape = replace(self.shape, ladder=ladder)
-        seconds = sweep.seconds or sweep_plan.seconds_each(self.left_s, shape, saturation, REFINE)
-        self.plan = {"ladder": list(ladder), "saturation": saturation, "seconds": seconds}
+        seconds = sweep.seconds or sweep_plan.seconds_each(self.left_s, shape, saturation, drain, REFINE)
+        self.plan = {"ladder": list(ladder), "saturation": saturation, "seconds": seconds, "drain": drain}
         self.save()
 
     @property
@@ -242,8 +245,8 @@ class _Session:
             f"edge and the knee while time is left ({duration(max(0.0, self.left_s))}).",
         )
         while (turn := sweep_plan.next_turn(self.points, self.shape)) is not None:
-            over = max(1.0, turn.level / self.plan["saturation"]) if self.sweep.by == "rate" else 1.0
-            wanted = min(seconds * turn.longer, self.left_s / (1.1 * over))
+            over = sweep_plan.over(turn.level, self.sweep.by, self.plan["saturation"])
+            wanted = min(seconds * turn.longer, (self.left_s - self.plan["drain"]) / over)
             if wanted < max(LEAST_S, seconds / 2):
                 return
             self.say("run", f"{turn.level:g} {unit}: {turn.why}")

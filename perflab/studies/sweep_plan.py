@@ -148,10 +148,17 @@ def _fresh(level: float, tried: Sequence[float], why: str) -> Turn | None:
     return Turn(level, why) if all(abs(level / other - 1) > 0.01 for other in tried) else None
 
 
-def seconds_each(left_s: float, shape: Shape, saturation: float, refine: int) -> float:
+def seconds_each(left_s: float, shape: Shape, saturation: float, drain_s: float, refine: int) -> float:
     """Seconds of sending per point such that ladder and `refine` more points fit into `left_s`.
 
-    A point beyond saturation takes rate / saturation times as long to end as to send.
+    A point beyond saturation takes rate / saturation times as long to end as to send; each then waits
+    `drain_s` for its last answers.
     """
-    costs = [max(1.0, level / saturation) if shape.by == "rate" else 1.0 for level in shape.ladder]
-    return left_s / (1.1 * (sum(costs) + refine))
+    costs = [over(level, shape.by, saturation) for level in shape.ladder]
+    sending = left_s - drain_s * (len(costs) + refine)
+    return max(sending, left_s / 2) / (sum(costs) + refine)
+
+
+def over(level: float, by: By, saturation: float) -> float:
+    """How many times as long a point takes to end as to send."""
+    return max(1.0, level / saturation) if by == "rate" else 1.0
