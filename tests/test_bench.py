@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -112,6 +115,24 @@ def test_a_declared_workload_and_fields_of_ones_own(server, tmp_path: Path):
     ]
     assert all(body["return_token_ids"] for body in server.bodies)
     assert str(tmp_path) not in str(run.manifest)
+
+
+def test_ctrl_c_keeps_what_was_measured(server, tmp_path: Path):
+    slow = threading.Event()
+    server.script = lambda i: (
+        (slow.set(), [(0, token()), (600_000, end(1))])[1] if i == 3 else [(0, token() + end(1))]
+    )
+    command = [sys.executable, "-c", "from perflab.cli import main; main()", "bench", server.url, "-m", "m"]
+    options = ["--users", "1", "--requests", "9", "--no-warm-up", "-o", str(tmp_path / "run")]
+    process = subprocess.Popen([*command, *options], stdout=subprocess.PIPE, text=True)
+    assert slow.wait(60)
+    process.send_signal(signal.SIGINT)
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "incomplete" in said
+    run = read_run(tmp_path / "run")
+    assert [r.outcome for r in run.requests] == ["completed"] * 3 + [None]
+    assert run.manifest["interrupted"]
 
 
 # the declarations

@@ -25,6 +25,7 @@ from perflab.types import ClientHealth, RequestRecord, Sample, Span
 
 LAG_INTERVAL_S = 0.02
 COARSE_S = 0.001
+FD_SETSIZE = 1024  # select(2) knows no higher descriptors
 
 
 class Service(Protocol):
@@ -141,7 +142,7 @@ def _fine_selector() -> selectors.BaseSelector:
         """Epoll waits whole milliseconds, so it ends early; select(2) on its descriptor waits the rest."""
 
         def select(self, timeout: float | None = None) -> Any:
-            if timeout is not None and timeout > 0:
+            if timeout is not None and timeout > 0 and self.fileno() < FD_SETSIZE:
                 if timeout > 2 * COARSE_S:
                     return super().select(timeout - COARSE_S)
                 select.select([self.fileno()], [], [], timeout)

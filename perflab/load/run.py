@@ -48,7 +48,7 @@ class Target(Protocol):
     def next_wake_ns(self) -> int | None: ...
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False)  # asyncio would write it out, and it is long
 class RunRecords:
     """What one run left behind. `outputs` are token ids by request and `texts` answers by request,
     kept in memory only; `telemetry` is on the requests' time axis."""
