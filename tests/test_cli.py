@@ -27,6 +27,9 @@ COMMANDS = (
     ("report",),
     ("bench",),
     ("serve",),
+    ("sweep",),
+    ("compare",),
+    ("profile",),
 )
 Run = Callable[..., tuple[int, str, str]]
 

@@ -61,7 +61,7 @@ def test_one_run_says_what_was_measured_and_only_chapters_it_fills(tmp_path):
     assert top.tone == "good"
     facts = dict(about([analysis]))
     assert facts["service"] == "http://127.0.0.1:8000"
-    assert "constant arrivals, 20.0 requests/s" in facts["workload"]
+    assert "Constant arrivals, 20.0 requests/s" in facts["workload"]
 
 
 def test_before_and_after_are_in_the_order_given_and_judged_on_latency(before_after):

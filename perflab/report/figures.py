@@ -29,6 +29,9 @@ from perflab.report.look import (
 )
 from perflab.report.summary import CLOSE_KL, Summary
 
+LEAST_SHOWN = 0.001
+"""Share of a request below which a segment has no place in a legend: nobody could see it."""
+
 WIDE_LADDER = 20.0
 """From this total on a linear axis would leave nothing to see of the first rungs."""
 
@@ -268,6 +271,7 @@ def where_time_goes(summaries: Sequence[Summary], as_share: bool = False) -> go.
                 name=segment,
                 orientation="h",
                 marker={"color": SEGMENT_COLOURS.get(segment, "#94a3b8"), "line": {"width": 0}},
+                showlegend=segment == "residual" or max(shares, default=0.0) >= LEAST_SHOWN,
                 customdata=[
                     [units.seconds(v), units.percent(share)] for v, share in zip(values, shares, strict=True)
                 ],

@@ -28,11 +28,23 @@ class Headline:
 
 def headline(analysis: Analysis) -> Headline:
     """What the runs found."""
+    if analysis.kind == "profile":
+        return _profile(analysis)
     if analysis.sweep is not None:
         return _sweep(analysis.sweep)
     if len(analysis.summaries) == 1:
         return _alone(analysis)
     return _ladder(analysis) if analysis.kind == "study" else _changed(analysis)
+
+
+def _profile(analysis: Analysis) -> Headline:
+    """What its first chapters say."""
+    from perflab.report.profile import sections_of
+
+    told = [section.takeaway.rstrip(".") for run in analysis.runs for section in sections_of(run)]
+    if not told:
+        return Headline("Nothing was profiled", "The run holds no chapter.", "unsure")
+    return Headline(told[0], f"{'. '.join(told[1:4])}.", "good" if analysis.baseline.valid else "unsure")
 
 
 def _sweep(found: SweepResult) -> Headline:

@@ -18,7 +18,7 @@ import jinja2
 from plotly.offline import get_plotlyjs
 
 from perflab.errors import StoreError
-from perflab.measure import metrics, quality
+from perflab.measure import capacity, metrics, paired, quality
 from perflab.measure.validity import REASONS
 from perflab.report import takeaways, units
 from perflab.report.analysis import Analysis, parts
@@ -92,7 +92,7 @@ def render(analyses: Sequence[Analysis]) -> str:
         parts=laid,
         notes=notes(analyses),
         manifest=manifest(analyses),
-        formulas=metrics.FORMULAS | quality.FORMULAS,
+        formulas=formulas(analyses),
         reasons=REASONS,
         glossary=GLOSSARY,
         elsewhere=elsewhere(),
@@ -100,6 +100,18 @@ def render(analyses: Sequence[Analysis]) -> str:
         plotly_js=get_plotlyjs(),
         figures_json=json.dumps(drawn, allow_nan=False).replace("<", "\\u003c"),
     )
+
+
+def formulas(analyses: Sequence[Analysis]) -> dict[str, str]:
+    """How the figures that the page holds are defined."""
+    kinds = {analysis.kind for analysis in analyses}
+    scored = any(s.quality is not None for analysis in analyses for s in analysis.summaries)
+    return {
+        **metrics.FORMULAS,
+        **(capacity.FORMULAS if "sweep" in kinds else {}),
+        **({"times as fast, compared in pairs": paired.FORMULA} if "compare" in kinds else {}),
+        **(quality.FORMULAS if scored else {}),
+    }
 
 
 def title_of(analyses: Sequence[Analysis]) -> str:

@@ -54,7 +54,8 @@ def _declared(load: Mapping[str, Any]) -> str:
     """The declared load in words: when, and of what lengths."""
     when = ""
     if load.get("rate_per_s"):
-        when = f"{load.get('arrivals')} arrivals, {units.number(load['rate_per_s'])} requests/s"
+        rate = units.number(load["rate_per_s"])
+        when = f"{str(load.get('arrivals')).capitalize()} arrivals, {rate} requests/s"
     elif load.get("users"):
         when = f"{load['users']} users, each with one request at a time"
     lengths = ""

@@ -7,9 +7,10 @@ Owns order and notes. Figures, tables and sentences are made by their own module
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from perflab.measure.stats import samples_needed
-from perflab.report import figures, figures_service, tables, tables_service, takeaways
+from perflab.report import figures, figures_service, figures_sweep, tables, tables_service, takeaways
 from perflab.report.analysis import Analysis
 from perflab.report.headlines import headline
 from perflab.report.section import Section
@@ -25,7 +26,7 @@ def sections(analysis: Analysis) -> list[Section]:
     chapters = first.get(analysis.kind, [results, changes, percentiles, frontier])
     chapters = [*chapters, levels, rates, time, over_time, quality, client, profiles, validity]
     if analysis.kind == "profile":
-        chapters = [profiles, validity]
+        chapters = [profiles, over_time, validity]
     return [section for make in chapters for section in _several(make(analysis))]
 
 
@@ -236,15 +237,25 @@ def sweep(analysis: Analysis) -> list[Section]:
             "points",
             "How much load the service bears",
             headline(analysis).detail,
-            table=tables_service.points(analysis.sweep),
+            figures_sweep.load_and_latency(analysis.sweep),
+            tables_service.points(analysis.sweep),
             note=f"{FEW} A point whose run is invalid for reasons that are not the load's does not count.",
         )
     ]
 
 
 def profiles(analysis: Analysis) -> list[Section]:
-    """What `perflab profile` found, run by run."""
-    return []
+    """What `perflab profile` found, run by run; numbered where there are several."""
+    if analysis.kind != "profile":
+        return []
+    from perflab.report.profile import sections_of
+
+    several = len(analysis.runs) > 1
+    return [
+        replace(s, anchor=f"{s.anchor}{n}", title=f"{s.title} ({run.variant}, {n})") if several else s
+        for n, run in enumerate(analysis.runs, 1)
+        for s in sections_of(run)
+    ]
 
 
 def validity(analysis: Analysis) -> Section:
