@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import httpx
+import uvicorn
 
 from perflab.config import EngineConfig
 from perflab.engine.engine import Engine
@@ -31,10 +32,14 @@ def eventually(true: Callable[[], object], seconds: float = 20.0) -> None:
 class Live:
     """A running server: `service` and its engine to look at, `http` to talk to it."""
 
-    def __init__(self, service: Service, url: str) -> None:
-        self.service, self.url = service, url
+    def __init__(self, service: Service, url: str, server: uvicorn.Server) -> None:
+        self.service, self.url, self._server = service, url, server
         self.engine = service.engine.engine
         self.http = httpx.Client(base_url=url, timeout=30)
+
+    def stop(self) -> None:
+        """Ask it to stop, as a signal would."""
+        self._server.should_exit = True
 
     def ready(self) -> bool:
         return self.http.get("/ready").status_code == 200
@@ -89,7 +94,7 @@ def serving(
     with listen(port=0) as bound:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
         thread.start()
-        live = Live(service, url_of(bound))
+        live = Live(service, url_of(bound), server)
         try:
             eventually(lambda: server.started)
             if wait:
@@ -97,5 +102,5 @@ def serving(
             yield live
         finally:
             live.http.close()
-            server.should_exit = True
+            live.stop()
             thread.join()

@@ -194,6 +194,7 @@ def test_a_completion_that_makes_no_sense_names_its_field(live, body, param) -> 
         ({**TALK, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({**TALK, "max_completion_tokens": 951}, "max_completion_tokens"),
         ({**TALK, "prompt": "x"}, "prompt"),
+        ({"messages": [{"role": "user", "content": "a" * 100}]}, "messages"),
     ],
 )
 def test_a_chat_that_makes_no_sense_names_its_field(live, body, param) -> None:
@@ -455,6 +456,16 @@ def test_it_is_healthy_but_not_ready_until_it_is_warm() -> None:
         assert live.metric("iteration_tokens_total_count") == 0, "the warm-up is not counted"
         assert live.post(prompt="a").status_code == 200
         assert live.engine.records[-1].cached_tokens == 0
+
+
+def test_what_runs_may_finish_when_it_stops() -> None:
+    with serving(prepare=Gate(0.01)) as live, Asking(live, [{"prompt": "a", "max_tokens": 30}]) as clients:
+        eventually(lambda: live.engine.scheduler.running)
+        live.stop()
+        clients.finish()
+        assert clients.statuses == [200]
+        assert json.loads(clients.bodies[0])["usage"]["completion_tokens"] == 30
+    assert live.service.engine.stuck_ns() is None
 
 
 def test_it_stops_in_bounded_time_with_streams_running() -> None:

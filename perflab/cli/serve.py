@@ -42,7 +42,7 @@ def serve(
     batch_timeout: Annotated[float, _option(_ENGINE, "Seconds that a dynamic batch waits.")] = 0.05,
     policy: Annotated[str, _option(_ENGINE, "Order of the queue: fcfs, priority, sjf or edf.")] = "fcfs",
     max_num_seqs: Annotated[int, _option(_ENGINE, "Requests that run at once.", min=1)] = 16,
-    max_batched_tokens: Annotated[int, _option(_ENGINE, "Token budget of a step.", min=1)] = 512,
+    max_num_batched_tokens: Annotated[int, _option(_ENGINE, "Token budget of a step.", min=1)] = 512,
     max_model_len: Annotated[int | None, _option(_ENGINE, "Prompt and answer together, in tokens.")] = None,
     num_blocks: Annotated[int | None, _option(_ENGINE, "KV pool, in blocks of 16 tokens.")] = None,
     prefix_cache: Annotated[bool, _option(_ENGINE, "Share what prompts have in common.")] = True,
@@ -77,7 +77,7 @@ def serve(
         batch_timeout_s=batch_timeout,
         policy=policy,  # type: ignore[arg-type]
         max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max(max_batched_tokens, max_num_seqs),
+        max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=max_model_len,
         num_blocks=num_blocks,
         prefix_cache=prefix_cache,
@@ -110,7 +110,7 @@ def serve(
         server.run(sockets=[bound])
 
 
-KEEP_RECORDS = 8192  # of steps and requests: enough for the spans of the longest answers
+KEEP_RECORDS = 2048  # steps and requests: a longer answer lacks the spans of its first steps
 
 
 def _is_loopback(host: str) -> bool:

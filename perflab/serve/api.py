@@ -15,6 +15,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from perflab.serve.errors import ApiError
@@ -22,6 +23,8 @@ from perflab.serve.fields import CHAT, COMPLETION, openapi_body
 from perflab.serve.metrics import CONTENT_TYPE
 from perflab.serve.respond import Completion
 from perflab.serve.service import Service
+
+BODY_S = 60  # no honest client takes longer to send what is allowed
 
 
 class _Stamp:
@@ -115,7 +118,7 @@ def create_app(service: Service, api_key: str | None = None) -> FastAPI:
         service.check_ready()
         return _json({"status": "ready"})
 
-    @app.get("/metrics")
+    @app.get("/metrics", responses=_responses("text/plain"))
     async def metrics() -> Response:
         return Response(service.metrics.text(), headers={"content-type": CONTENT_TYPE})
 
@@ -145,10 +148,16 @@ async def _read(request: Request, limit: int) -> bytes:
     if length.isdigit() and int(length) > limit:
         raise too_long
     body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > limit:
-            raise too_long
+    try:
+        async with asyncio.timeout(BODY_S):
+            async for part in request.stream():
+                body += part
+                if len(body) > limit:
+                    raise too_long
+    except TimeoutError:
+        raise ApiError(408, f"the body did not come within {BODY_S} s", code="body_too_slow") from None
+    except ClientDisconnect:
+        raise ApiError(400, "the client went away before its body had come", code="no_body") from None
     return bytes(body)
 
 

@@ -129,39 +129,32 @@ class Service:
 
     async def token_ids(self, prompt: Prompt) -> list[int]:
         """Token ids of a text or a conversation. Raises ApiError for what has none, or too many."""
-        if isinstance(prompt, list) and prompt and isinstance(prompt[0], int):
-            ids: list[int] = prompt  # type: ignore[assignment]
+        param = "messages" if isinstance(prompt, list) and isinstance(prompt[0], dict) else "prompt"
+        if isinstance(prompt, list) and isinstance(prompt[0], int):
+            ids = cast(list[int], prompt)
         else:
-            ids = await self._encoded(prompt)
+            ids = await self._encoded(prompt, param)
         if not ids:
-            raise ApiError(400, "the prompt is empty: send at least one token", "prompt", "invalid_value")
+            raise ApiError(400, "the prompt is empty: send at least one token", param, "invalid_value")
         most = self.limits.max_prompt_tokens or self.engine.engine.config.max_model_len
         if most is not None and len(ids) > most:
-            raise ApiError(
-                400,
-                f"the prompt has {len(ids)} tokens, {most} are allowed",
-                "prompt",
-                "context_length_exceeded",
-            )
+            message = f"the prompt has {len(ids)} tokens, {most} are allowed"
+            raise ApiError(400, message, param, "context_length_exceeded")
         return ids
 
-    async def _encoded(self, prompt: Any) -> list[int]:
+    async def _encoded(self, prompt: Any, param: str) -> list[int]:
         is_text = isinstance(prompt, str)
         encode = self.model.encode if is_text else self.model.chat
         length = len(prompt) if is_text else sum(len(message["content"]) for message in prompt)
         async with self._tokenising:
             try:
-                if length > LONG_TEXT:
-                    return await asyncio.to_thread(encode, prompt)
-                return encode(prompt)
+                return await asyncio.to_thread(encode, prompt) if length > LONG_TEXT else encode(prompt)
             except (ModelError, ValueError) as error:
-                raise ApiError(
-                    400, str(error), "prompt" if is_text else "messages", "invalid_value"
-                ) from None
+                raise ApiError(400, str(error), param, "invalid_value") from None
             except Exception as error:  # a chat template's, by which it refuses a conversation
                 if type(error).__module__.partition(".")[0] != "jinja2":
                     raise
-                raise ApiError(400, f"the chat template: {error}", "messages", "invalid_value") from None
+                raise ApiError(400, f"the chat template: {error}", param, "invalid_value") from None
 
     def fit(self, params: SamplingParams, prompt_tokens: int) -> int | None:
         """`max_tokens` where the client left it open: up to the server's cap and the model's limit."""
