@@ -188,10 +188,11 @@ class _Drive:
             task = asyncio.current_task()
             assert task is not None
             task.uncancel()
-        ended, cpu = self.clock.now(), time.thread_time_ns() - cpu
-        for sampler in samplers:
-            sampler.cancel()
-        await asyncio.gather(*samplers, return_exceptions=True)
+        finally:
+            ended, cpu = self.clock.now(), time.thread_time_ns() - cpu
+            for sampler in samplers:
+                sampler.cancel()
+            await asyncio.gather(*samplers, return_exceptions=True)
         self.service.settle()
         return RunRecords(
             self.records,

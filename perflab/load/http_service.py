@@ -137,6 +137,7 @@ class HTTPService:
             ("min_tokens", params.min_tokens, 0),
             ("ignore_eos", params.ignore_eos, False),
             ("priority", request.priority, 0),
+            ("deadline_s", request.deadline_s, None),
         ):
             if value != default:
                 body[name] = value
