@@ -221,6 +221,23 @@ def test_a_rate_that_climbs_is_a_trend(last_rate, trending):
     assert change == (pytest.approx(4 / 3, abs=0.3) if trending else None)  # 20 more than 5, over their mean
 
 
+def test_few_completions_at_one_rate_seldom_look_like_a_trend():
+    import random
+
+    changes, found = [], []
+    for seed in range(40):
+        rng, now, records = random.Random(seed), 0.0, []
+        for i in range(24):
+            now += rng.expovariate(1.0)
+            records.append(request(f"{i}", intended=now, first=0.1, chunks=1))
+        window = metrics.steady_throughput(records)
+        found.append(rates.trend(records, window))
+        half = (window.start_ns + window.end_ns) / 2
+        changes.append(abs(2 * sum(r.end_ns > half for r in records) / len(records) - 1))
+    assert sum(change > 0.15 for change in changes) > 10  # by the look of their halves, many do
+    assert sum(change is not None for change in found) <= 1
+
+
 def test_bursts_are_no_trend():
     """A burst of twelve every five seconds keeps one rate, however uneven the parts of the window are."""
     records = [

@@ -146,6 +146,12 @@ def test_a_template_adds_the_same_to_each_prompt(added, valid):
     assert any("chat template" in note for note in verdict.notes) == valid
 
 
+def test_differing_additions_are_no_template():
+    records = [request(f"{i}", server_prompt_tokens=39 + i % 2) for i in range(8)]
+    verdict = judge(records, expected={f"{i}": Expected(8) for i in range(8)}, noise=QUIET)
+    assert names(verdict) == ["tokenizer mismatch"]
+
+
 def test_outputs_that_were_cut_short_are_told_in_sum():
     """Five thousand tokens were asked for with `ignore_eos`, 382 came."""
     records = [request(f"{i}", chunks=n) for i, n in enumerate([38, 38, 38, 38, 38, 38, 38, 38, 38, 40])]
