@@ -294,7 +294,9 @@ def test_a_slow_first_token_is_not_a_long_queue() -> None:
 
 
 def test_a_deadline_that_passes_before_a_token_is_an_error_afterwards_an_event(live) -> None:
-    refused(live.post(prompt="a", deadline_s=1e-6, **LONG), 408, "deadline_s", "deadline_exceeded")
+    for stream in (False, True):
+        response = live.post(prompt="a", deadline_s=1e-6, stream=stream, **LONG)
+        refused(response, 408, "deadline_s", "deadline_exceeded")
     gate = Gate()
     with (
         serving(prepare=gate) as slow,

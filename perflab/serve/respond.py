@@ -47,6 +47,7 @@ class Completion(Response):
             for sample in range(asked.params.n)
         ]
         self._growing = len(self._choices)
+        self._started = False
 
     @classmethod
     async def of(cls, service: Service, request: Request, body: bytes, chat: bool) -> Completion:
@@ -102,6 +103,8 @@ class Completion(Response):
         except ApiError as error:
             await self._refuse(error, send)
         except (Rejected, EngineStopped, ValueError) as error:
+            if self._started:
+                raise
             await self._refuse(self._refusal(error), send)
         finally:
             gone.cancel()
@@ -110,15 +113,10 @@ class Completion(Response):
         events = await self._first(deliveries)
         if events is None:
             return
-        if not self._asked.stream:
-            await self._whole(events, deliveries, send)
-            return
-        await _start(send, 200, b"text/event-stream", [(b"cache-control", b"no-cache")])
-        try:
+        if self._asked.stream:
             await self._stream(events, deliveries, send)
-        except ApiError as error:
-            self._service.metrics.refused(error.code)
-            await send(_body(b"data: " + error.body() + b"\n\n" + DONE))
+        else:
+            await self._whole(events, deliveries, send)
 
     async def _first(self, deliveries: Deliveries) -> list[TokenEvent] | None:
         """What comes first; None where the client has gone. Raises ApiError after too long in the queue."""
@@ -140,17 +138,20 @@ class Completion(Response):
         choices = dict(zip(deliveries.ids, self._choices, strict=True))
         while events:
             woke = now()
-            parts = [self._chunk(event, choices[event.request_id], deliveries) for event in events]
-            last = not self._growing and not self._spans  # the spans tell of this write, so come in the next
+            parts, failure = self._chunks(events, choices, deliveries)
+            ended = not self._growing and failure is None
+            last = ended and not self._spans  # the spans tell of this write, so they come in another
             if last:
                 parts.append(form.usage_chunk(self._usage(deliveries), None) if wants_usage else "")
-            data = "".join(parts).encode()
+            data = "".join(parts).encode() + (DONE if last else b"")
             built = now()
-            if last:
-                await send(_body(data + DONE))
-            elif data:
-                await send({"type": "http.response.body", "body": data, "more_body": True})
-            if not self._growing:
+            if data:
+                if not self._started:
+                    await self._start(send, 200, b"text/event-stream", [(b"cache-control", b"no-cache")])
+                await send({"type": "http.response.body", "body": data, "more_body": not last})
+            if failure is not None:
+                raise failure
+            if ended:
                 break
             events = await anext(deliveries, None)
         if events and self._spans:
@@ -158,6 +159,18 @@ class Completion(Response):
             self._around.append(Span("write", built, now()))
             extra = as_extra(*self._path(deliveries))
             await send(_body(form.usage_chunk(self._usage(deliveries), extra).encode() + DONE))
+
+    def _chunks(
+        self, events: list[TokenEvent], choices: dict[str, Choice], deliveries: Deliveries
+    ) -> tuple[list[str], ApiError | None]:
+        """Chunks of one step, up to an event that says that the request has failed."""
+        parts: list[str] = []
+        for event in events:
+            try:
+                parts.append(self._chunk(event, choices[event.request_id], deliveries))
+            except ApiError as failure:
+                return parts, failure
+        return parts, None
 
     def _chunk(self, event: TokenEvent, choice: Choice, deliveries: Deliveries) -> str:
         """One event as a chunk; nothing where it brought nothing to show."""
@@ -191,7 +204,7 @@ class Completion(Response):
         extra = f',"perflab":{dumps(as_extra(spans, indices))}' if self._spans else ""
         data = f"{body}{extra}}}".encode()
         headers = [(b"server-timing", server_timing(spans)), (b"content-length", b"%d" % len(data))]
-        await _start(send, 200, b"application/json", headers)
+        await self._start(send, 200, b"application/json", headers)
         await send(_body(data))
 
     # -- both --------------------------------------------------------------------------------
@@ -248,9 +261,18 @@ class Completion(Response):
         return from_value_error(error)
 
     async def _refuse(self, error: ApiError, send: Send) -> None:
+        """With its status, or as an event where the answer has begun."""
         self._service.metrics.refused(error.code)
-        await _start(send, error.status, b"application/json", error.headers)
+        if self._started:
+            await send(_body(b"data: " + error.body() + b"\n\n" + DONE))
+            return
+        await self._start(send, error.status, b"application/json", error.headers)
         await send(_body(error.body()))
+
+    async def _start(self, send: Send, status: int, kind: bytes, headers: list[tuple[bytes, bytes]]) -> None:
+        self._started = True
+        headers = [(b"content-type", kind), *headers]
+        await send({"type": "http.response.start", "status": status, "headers": headers})
 
     def _usage(self, deliveries: Deliveries) -> dict[str, Any]:
         firsts = range(0, len(self._choices), self._asked.params.n)  # samples share their prompt
@@ -275,12 +297,6 @@ def _counts(prompt: int, completion: int) -> dict[str, int]:
 def _body(data: bytes) -> Message:
     """The end of an answer."""
     return {"type": "http.response.body", "body": data, "more_body": False}
-
-
-async def _start(send: Send, status: int, kind: bytes, headers: list[tuple[bytes, bytes]]) -> None:
-    await send(
-        {"type": "http.response.start", "status": status, "headers": [(b"content-type", kind), *headers]}
-    )
 
 
 async def _disconnected(receive: Receive) -> None:
