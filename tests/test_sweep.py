@@ -351,3 +351,17 @@ def test_a_wrong_estimate_is_made_up_for():
     assert next_turn(flat, shape).level == 4.5
     over = [made(1.0, 50.0, rate=0.2), made(2.0, 90.0, rate=0.2)]
     assert next_turn(over, shape).level == 0.4
+
+
+def test_a_miss_below_levels_that_met_is_measured_again():
+    shape = Shape("rate", (1.0, 2.0, 3.0, 4.0), 0.99)
+    shares = (1.0, 0.6, 1.0, 0.1)
+    points = [
+        made(level, 9.0 if level == 4 else 1.0, attained=a)
+        for level, a in zip(shape.ladder, shares, strict=True)
+    ]
+    turn = next_turn(points, shape)
+    assert (turn.level, turn.longer) == (2.0, 2.0)
+    again = made(2.0, 1.0, attained=1.0, samples=800)
+    assert capacity.capacity(capacity.usable([*points, again]), 0.99).level == 3.0
+    assert next_turn([*points, again], shape).level == pytest.approx(12**0.5, rel=0.01)

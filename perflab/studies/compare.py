@@ -146,7 +146,8 @@ class _Session:
             )
             gc.collect()
             gc.freeze()  # what is there by now need not be looked at again between the runs
-            self.noise = NoiseSampler().start()
+            pids = [pid for side in self.both if side.choice for pid in side.choice.local_pids()]
+            self.noise = NoiseSampler(tuple(pids)).start()
             try:
                 await self.pairs(services)
             finally:
@@ -197,7 +198,8 @@ class _Session:
         """The same requests for both sides, other ones in every round; ids that differ over the rounds."""
         made = replace(self.load, seed=self.load.seed + number + 3).workload()
         named = tuple(replace(r, request_id=f"{number:03d}-{r.request_id}") for r in made.requests)
-        return replace(made, requests=named).salted(f"{self.run_salt}{number + 2:x}{'ab'[i]}")
+        salt = f"{self.run_salt}{number + 2:x}{'ab'[i]}"
+        return replace(made, requests=named).salted(salt if self.load.salt else "")
 
     def sides(self) -> list[Run]:
         """Each side's slices as one run, with its verdict."""

@@ -8,17 +8,12 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Self
 
 from perflab.engine.drivers import AsyncEngine
 from perflab.load.drive import Service
 from perflab.load.engine_service import EngineService
-from perflab.studies.service_run import LoadChoice, ServiceChoice, measure
-
-WARM_UP_USERS, WARM_UP_REQUESTS = 16, 2
-"""As many at once as an engine takes by default, each of them twice: what is made at the first step of a
-kind, and memory that is touched for the first time, are out of the way."""
+from perflab.studies.service_run import ServiceChoice
 
 
 class KeptEngine(EngineService):
@@ -55,12 +50,3 @@ def kept(choice: ServiceChoice) -> Iterator[Callable[[], Service]]:
     finally:
         service.close()
         gc.collect()
-
-
-def warm_up(choice: ServiceChoice, load: LoadChoice, make: Callable[[], Service]) -> None:
-    """A short closed loop of the same kind of requests; nothing of it is kept."""
-    few = WARM_UP_USERS * WARM_UP_REQUESTS
-    users = replace(
-        load, rate_per_s=None, users=WARM_UP_USERS, duration_s=None, requests=few, seed=load.seed + 9001
-    )
-    measure(choice, users, make=make)

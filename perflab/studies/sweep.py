@@ -20,8 +20,8 @@ from perflab.config import check_types
 from perflab.errors import StoreError, WorkloadError
 from perflab.measure.capacity import By, Point
 from perflab.studies import store, sweep_plan
-from perflab.studies.kept import kept, warm_up
-from perflab.studies.service_run import LoadChoice, ServiceChoice, measure
+from perflab.studies.kept import kept
+from perflab.studies.service_run import LoadChoice, ServiceChoice, measure, warm
 from perflab.studies.session import Progress, duration, slug
 from perflab.studies.store import Run
 from perflab.studies.sweep_plan import Shape
@@ -115,7 +115,8 @@ def _measurer(service: ServiceChoice, load: LoadChoice, stack: ExitStack, sessio
     def one(point: LoadChoice, name: str, number: int) -> Run:
         if not makers:
             makers.append(stack.enter_context(kept(service)))
-            warm_up(service, load, makers[0])
+            full = replace(load, users=session.sweep.users)
+            warm(service, full, full.workload(), makers[0])
             session.began = session.now()  # loading does not count
         return measure(service, point, kind="sweep", variant=name, number=number, make=makers[0])
 

@@ -68,8 +68,9 @@ def next_turn(points: Sequence[Point], shape: Shape) -> Turn | None:
     """The level that teaches most, or None where nothing is left to learn.
 
     The ladder upwards until two usable points in a row are beyond the knee; then further up or down
-    where the ladder didn't reach both sides; then halves of the interval that holds the edge of the
-    SLOs; then of the gaps beside the knee. A level whose points are all invalid is tried once again.
+    where it didn't reach both sides; then levels that missed below others that met; then halves of the
+    interval that holds the edge of the SLOs; then of the gaps beside the knee. A level whose points are
+    all invalid is tried once again.
     """
     tried = sorted({p.level for p in points})
     good = capacity.usable(points, shape.allow_invalid)
@@ -84,12 +85,13 @@ def next_turn(points: Sequence[Point], shape: Shape) -> Turn | None:
         return turn
     if not good or shape.fixed:
         return None
-    if not far[-1] and len(tried) < len(shape.ladder) + 4:
-        return _fresh(_times(good[-1].level, 1.5, shape), tried, "further up, to find the end")
-    low = far[0] or (shape.wanted is not None and not capacity.met(good[0], shape.wanted))
-    if low and (turn := _fresh(_times(good[0].level, 0.4, shape), tried, "further down, to find the start")):
+    up = not far[-1] and len(tried) < len(shape.ladder) + 4
+    if up and (turn := _fresh(_times(good[-1].level, 1.5, shape), tried, "further up, to find the end")):
         return turn
-    return _edge(good, tried, shape) or _beside_knee(good, tried, shape)
+    down = far[0] or (shape.wanted is not None and not capacity.met(good[0], shape.wanted))
+    if down and (turn := _fresh(_times(good[0].level, 0.4, shape), tried, "further down, to find the start")):
+        return turn
+    return _odd(points, good, shape) or _edge(good, tried, shape) or _beside_knee(good, tried, shape)
 
 
 def _again(points: Sequence[Point], good: Sequence[Point]) -> Turn | None:
@@ -104,6 +106,17 @@ def _again(points: Sequence[Point], good: Sequence[Point]) -> Turn | None:
                 RETRY_SAMPLES,
             )
     return None
+
+
+def _odd(points: Sequence[Point], good: Sequence[Point], shape: Shape) -> Turn | None:
+    """A level, tried once, that missed although a higher one met: a moment's disturbance, or the edge."""
+    if shape.wanted is None:
+        return None
+    highest = max((p.level for p in good if capacity.met(p, shape.wanted)), default=0.0)
+    once = [p for p in good if sum(other.level == p.level for other in points) == 1]
+    odd = [p.level for p in once if p.level < highest and not capacity.met(p, shape.wanted)]
+    why = "again, with more samples: it missed, and a higher level met"
+    return Turn(odd[0], why, RETRY_SAMPLES) if odd else None
 
 
 def _edge(good: Sequence[Point], tried: Sequence[float], shape: Shape) -> Turn | None:
