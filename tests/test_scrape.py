@@ -59,8 +59,8 @@ def test_pages_that_are_none():
     )
 
 
-@pytest.mark.parametrize(("status", "times"), [("200 OK", [0, 500, 1000]), ("404 Not Found", [])])
-def test_pages_are_read_on_an_interval_until_the_run_ends(status: str, times: list[int]):
+@pytest.mark.parametrize(("status", "times"), [("200 OK", [0, 500, 1000, 1200]), ("404 Not Found", [])])
+def test_pages_are_read_on_an_interval_and_once_more_when_the_run_ends(status: str, times: list[int]):
     clock = VirtualClock()
     page = b"llamacpp:requests_processing 1\n"
 

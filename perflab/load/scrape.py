@@ -65,6 +65,7 @@ NAMES: dict[str, tuple[str, ...]] = {
         "vllm:prefix_cache_hits_total",
         "vllm:gpu_prefix_cache_hits_total",
         "sglang:cached_tokens_total",
+        "llamacpp:prompt_tokens_cached_total",
     ),
     "prefix_cache_queries": (
         "perflab:prefix_cache_queries_total",
@@ -97,21 +98,30 @@ def scraper(url: str, interval_s: float = 0.5, api_key: str | None = None) -> Be
     async def scrape(clock: Clock, samples: list[Sample]) -> None:
         client = Client(url, headers, clock.now)
         pages: list[tuple[int, bytes]] = []
+
+        async def read() -> bool:
+            """Keep the page as it is now; False where there is none."""
+            page = Body()
+            exchange = Exchange(partial(_first, page))
+            with suppress(TimeoutError):  # a busy server may answer the next one
+                async with asyncio.timeout(PATIENCE_S):
+                    await client.send(parts.path, None, exchange)
+                if exchange.status != 200:
+                    return False
+                pages.append((exchange.stamps["stream"], page.data))
+            return True
+
         due = clock.now()
         try:
-            while True:
-                page = Body()
-                exchange = Exchange(partial(_first, page))
-                with suppress(TimeoutError):  # a busy server may answer the next one
-                    async with asyncio.timeout(PATIENCE_S):
-                        await client.send(parts.path, None, exchange)
-                    if exchange.status != 200:
-                        return
-                    pages.append((exchange.stamps["stream"], page.data))
+            while await read():
                 due = max(due + seconds_to_ns(interval_s), clock.now())
                 await asyncio.sleep((due - clock.now()) / NS_PER_S)
         except OSError:
             return
+        except asyncio.CancelledError:  # the run has ended: only now are its last tokens on the page
+            with suppress(OSError):
+                await read()
+            raise
         finally:
             client.close()
             for time_ns, data in pages:
