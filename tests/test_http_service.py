@@ -452,3 +452,54 @@ def test_users_stay_after_a_timeout():
     assert [r.outcome for r in records.requests] == ["timed_out"] * 2 + ["completed"] * 4
     assert [r.intended_ns // MS for r in records.requests] == [0, 0, 500, 500, 560, 560]
     assert (records.ended_ns - records.started_ns) / NS_PER_S == 0.62
+
+
+def test_a_connection_that_is_not_kept_is_not_held():
+    head = "200 OK\r\nContent-Type: text/event-stream\r\nConnection: close"
+    records, server = play(lambda i: stream(10, 1, 2), workload(3, 1.0), head=lambda i: head)
+    assert [r.outcome for r in records.requests] == ["completed"] * 3
+    assert server.connections == 3
+
+
+def test_a_body_may_end_with_its_connection():
+    """HTTP/1.0's way: neither a length nor chunks."""
+
+    async def answer(reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n\r\n" + token() + end(1))
+        writer.close()
+
+    async def run() -> RequestRecord:
+        server = await asyncio.start_server(answer, "127.0.0.1", 0)
+        async with (
+            server,
+            HTTPService(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", "m") as service,
+        ):
+            await service.send(TimedRequest("r", "x"), record := RequestRecord("r", 0, 0, 0))
+            assert not service._client.idle
+            return record
+
+    record = asyncio.run(run())
+    assert (record.outcome, record.output_tokens) == ("completed", 1)
+
+
+@pytest.mark.parametrize(
+    "answer", [b"no http at all\r\n\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: x\r\n\r\n"]
+)
+def test_what_is_no_http_is_named(answer: bytes):
+    async def serve(reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(answer)
+
+    async def run() -> RequestRecord:
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        async with (
+            server,
+            HTTPService(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", "m") as service,
+        ):
+            await service.send(TimedRequest("r", "x"), record := RequestRecord("r", 0, 0, 0))
+            return record
+
+    record = asyncio.run(run())
+    assert record.outcome == "failed"
+    assert "no HTTP" in record.error

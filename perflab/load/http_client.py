@@ -80,11 +80,10 @@ class Exchange:
 class Connection(asyncio.BufferedProtocol):
     """One connection; `exchange` is what it waits for, None while it is idle."""
 
-    def __init__(self, now: Callable[[], int], release: Callable[[Connection], None]) -> None:
-        self._now, self._release = now, release
+    def __init__(self, client: Client) -> None:
+        self._client, self._now = client, client.now
         self._parser = httptools.HttpResponseParser(self)
         self._parts: list[bytes] = []
-        self._buffer = memoryview(bytearray(READ))
         self._complete = self._keep_alive = False
         self.exchange: Exchange | None = None
         self.transport: asyncio.Transport
@@ -99,7 +98,7 @@ class Connection(asyncio.BufferedProtocol):
         self.transport = transport
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        return self._buffer
+        return self._client.buffer
 
     def buffer_updated(self, nbytes: int) -> None:
         now_ns = self._now()
@@ -108,7 +107,7 @@ class Connection(asyncio.BufferedProtocol):
         if exchange is None:  # nobody asked
             return self.transport.abort()
         try:
-            self._parser.feed_data(self._buffer[:nbytes])
+            self._parser.feed_data(self._client.buffer[:nbytes])
         except httptools.HttpParserError as error:
             self._parts.clear()
             self.transport.abort()
@@ -120,11 +119,12 @@ class Connection(asyncio.BufferedProtocol):
             self._complete = False
             self._end(None)
             if self._keep_alive:
-                self._release(self)
+                self._client.idle.append(self)
             else:
                 self.transport.close()
 
     def connection_lost(self, error: Exception | None) -> None:
+        self._client.open.discard(self)
         if self.exchange is None:
             return
         open_ended = self.exchange.status and not {"content-length", "transfer-encoding"} & set(
@@ -171,9 +171,10 @@ class Client:
             headers = {"Authorization": f"Basic {basic}", **headers}
         lines = {"Host": host, "Accept": "*/*", "Content-Type": "application/json", **headers}
         self._lines = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
-        self._now = now
-        self._idle: list[Connection] = []
-        self._all: set[Connection] = set()
+        self.now = now
+        self.buffer = memoryview(bytearray(READ))  # of all connections: each read is parsed at once
+        self.idle: list[Connection] = []
+        self.open: set[Connection] = set()
 
     async def send(
         self, path: str, body: bytes | None, exchange: Exchange, connect_timeout_s: float | None = None
@@ -195,24 +196,24 @@ class Client:
             raise
 
     async def _connection(self, exchange: Exchange, timeout_s: float | None) -> Connection:
-        while self._idle:
-            connection = self._idle.pop()
+        while self.idle:
+            connection = self.idle.pop()
             if not connection.transport.is_closing():
                 return connection
         loop = asyncio.get_running_loop()
         async with asyncio.timeout(timeout_s):
             _, made = await loop.create_connection(
-                lambda: Connection(self._now, self._idle.append),
+                lambda: Connection(self),
                 self._host,
                 self._port,
                 ssl=ssl.create_default_context() if self._tls else None,
             )
-        exchange.stamps["connect"] = self._now()
-        self._all.add(made)
+        exchange.stamps["connect"] = self.now()
+        self.open.add(made)
         return made
 
     def close(self) -> None:
         """Close every connection."""
-        for connection in self._all:
+        for connection in self.open:
             connection.transport.abort()
-        self._all.clear()
+        self.idle.clear()
