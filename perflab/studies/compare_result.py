@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, astuple, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,7 +21,7 @@ from perflab.measure import metrics, paired, stats
 from perflab.measure.stats import Comparison, Estimate
 from perflab.studies import store
 from perflab.studies.store import Run
-from perflab.types import EventRecord, RequestRecord, Span, StepRecord
+from perflab.types import ClientHealth, EventRecord, RequestRecord, Span, StepRecord
 
 if TYPE_CHECKING:
     from perflab.studies.compare import Compare
@@ -109,7 +109,8 @@ class Compared:
 def joined(slices: Sequence[Slice]) -> tuple[Workload, RunRecords]:
     """Slices end to end, as if nothing had run between them: times are moved, differences kept.
 
-    What one side did is then a run like any other; where each slice truly was is in the manifest.
+    What one side did is then a run like any other; where each slice truly was is in the manifest. The
+    client's health is that of the median slice.
     """
     if not slices:
         empty = RunRecords([], [], [], 0, 0, 0, interrupted=True)
@@ -126,13 +127,8 @@ def joined(slices: Sequence[Slice]) -> tuple[Workload, RunRecords]:
         whole.planned += run.planned
         end += run.ended_ns - run.started_ns
     whole.ended_ns = end
-    clients = [one.records.client for one in slices]
-    whole.client = replace(
-        clients[0],
-        **{
-            name: max((v for c in clients if (v := getattr(c, name)) is not None), default=None)
-            for name in ("loop_lag_p99_s", "send_lateness_p99_s", "cpu_share")
-        },
+    whole.client = ClientHealth(
+        *(_median(values) for values in zip(*(astuple(one.records.client) for one in slices), strict=True))
     )
     first = slices[0].workload
     return replace(first, requests=tuple(sorted(asked, key=lambda r: r.arrival_s))), whole
@@ -244,8 +240,9 @@ def settled(
     )
 
 
-def _median(values: Sequence[float]) -> float | None:
-    return statistics.median(values) if values else None
+def _median(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if known else None
 
 
 def _both(a: Sequence[float | None], b: Sequence[float | None]) -> tuple[list[float], list[float]]:
