@@ -8,11 +8,14 @@ from pathlib import Path
 
 import pytest
 from fake_runs import bench
+from test_compare import FakeService, Machine
 from test_report import strict
 from test_study import QuietSampler, study
 from test_study import run as run_study
+from test_sweep import Queue, swept
 
 from perflab.errors import StoreError
+from perflab.measure.metrics import SLO
 from perflab.report import figures_service, headlines, html, tables_service, takeaways
 from perflab.report.analysis import analyse, parts
 from perflab.report.glossary import ELSEWHERE
@@ -20,6 +23,8 @@ from perflab.report.manifest import about, manifest
 from perflab.report.sections import sections
 from perflab.report.timeline import timeline
 from perflab.studies import session, store
+from perflab.studies.compare import Compare, Side, run_compare
+from perflab.studies.service_run import LoadChoice
 
 
 def written(folder: Path, *runs) -> Path:
@@ -271,3 +276,48 @@ def test_replacing_the_name_of_a_run_replaces_nothing_else(tmp_path):
         "http://a:1",
         "http://b:2",
     ]
+
+
+def test_a_sweep_has_its_capacity_as_its_answer_and_uses_no_invalid_point(tmp_path):
+    queue = Queue(0.1, 2, verdict=lambda load, n: [("machine too noisy", "90 %")] if n == 5 else [])
+    found = swept(tmp_path, queue, slo=SLO(e2e_s=0.5))
+    analysis = analyse([tmp_path / "sweep"])
+    top = headlines.headline(analysis)
+    assert top.title == f"{found.capacity.level:.1f} requests/s within the limits"
+    assert f"{len(found.points) - 1} of {len(found.points)} points count" in top.detail
+    assert [s.runs[0].manifest["sweep"]["probe"] for s in analysis.summaries] == [False] * len(
+        analysis.summaries
+    )
+    marks = [row[1].text for row in tables_service.points(analysis.sweep).rows]
+    assert marks.count("not used") == 1
+    assert {"knee", "capacity"} <= set(marks)
+    assert anchors(analysis)[0] == "points"
+    text = html.write_report([tmp_path / "sweep"], tmp_path / "r.html").read_text(encoding="utf-8")
+    assert "Kleinrock" in text, "the formula of the knee"
+    alone = analyse([next((tmp_path / "sweep" / "runs").iterdir())])
+    assert alone.kind == "bench", "one point by itself is a run like any other"
+
+
+def test_a_comparison_gives_the_answer_of_the_command(tmp_path):
+    machine = Machine(seed=1)
+    sides = [
+        Side(name, lambda ms=ms: FakeService(machine, ms)) for name, ms in (("plain", 1.0), ("quick", 0.8))
+    ]
+    told = run_compare(
+        *sides, LoadChoice(output_tokens=8), Compare(pairs=12, quality=False), tmp_path / "comparison"
+    )
+    analysis = analyse([tmp_path / "comparison"])
+    assert analysis.summaries[1].first.ratio == told.found.ratio
+    assert (
+        headlines.headline(analysis).title == "“quick” is faster than “plain”: output tokens/s 1.25× as fast"
+    )
+    assert "12 pairs of runs" in headlines.headline(analysis).detail
+    assert [row[1].text for row in tables_service.changes(analysis).rows] == [
+        "output tokens/s",
+        "mean TTFT",
+        "mean TPOT",
+        "mean E2E",
+    ]
+    (tmp_path / "comparison" / "compare.json").write_text("{}")
+    with pytest.raises(StoreError, match="comparison"):
+        analyse([tmp_path / "comparison"])

@@ -135,14 +135,19 @@ def _marks(figure: go.Figure, found: SweepResult) -> None:
         )
     for name, limit in (("E2E", found.slo.e2e_s), ("TTFT", found.slo.ttft_s)):
         if limit is not None:
-            label = {
-                "text": f"limit of {name}",
-                "font": {"size": 11, "color": BAD},
-                "x": 0.01,
-                "xanchor": "left",
-            }
-            line = {"color": BAD, "width": 1, "dash": "dot"}
-            figure.add_hline(limit, line=line, annotation=label, annotation_position="top left", row=1, col=1)
+            figure.add_hline(limit, line={"color": BAD, "width": 1, "dash": "dot"}, row=1, col=1)
+            figure.add_annotation(
+                x=0.01,
+                xref="x domain",
+                xanchor="left",
+                y=math.log10(limit),  # an annotation's place on a logarithmic axis is the logarithm
+                yanchor="bottom",
+                text=f"limit of {name}",
+                font={"size": 11, "color": BAD},
+                showarrow=False,
+                row=1,
+                col=1,
+            )
 
 
 def _shown(value: float | None, top: float) -> float | None:

@@ -38,13 +38,23 @@ def headline(analysis: Analysis) -> Headline:
 
 
 def _profile(analysis: Analysis) -> Headline:
-    """What its first chapters say."""
+    """The largest part of a request's time; otherwise what its first chapter says. Then what others say."""
     from perflab.report.profile import sections_of
 
-    told = [section.takeaway.rstrip(".") for run in analysis.runs for section in sections_of(run)]
-    if not told:
-        return Headline("Nothing was profiled", "The run holds no chapter.", "unsure")
-    return Headline(told[0], f"{'. '.join(told[1:4])}.", "good" if analysis.baseline.valid else "unsure")
+    s = analysis.baseline
+    told = [(section.anchor, section.takeaway) for run in analysis.runs for section in sections_of(run)]
+    rest = [words for anchor, words in told if not anchor.startswith(("waterfall", "shares", "telemetry"))]
+    title = rest.pop(0).rstrip(".") if rest else "Nothing was profiled"
+    if s.time is not None and s.time.segments:
+        rest = rest if title == "Nothing was profiled" else [f"{title}.", *rest]
+        name, value = max(s.time.segments.items(), key=lambda item: item[1])
+        title = f"{name} takes the most: {units.percent(value / s.time.e2e_s, 0)} of an average request's "
+        title = f"{title[0].upper()}{title[1:]}{units.seconds(s.time.e2e_s)}"
+    return Headline(
+        title,
+        " ".join(rest[:3]) + ("" if s.valid else f" The run is invalid.{_faults(s)}"),
+        "good" if s.valid else "unsure",
+    )
 
 
 def _sweep(found: SweepResult) -> Headline:

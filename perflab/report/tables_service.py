@@ -284,20 +284,21 @@ def points(found: SweepResult) -> Table:
         rows.append(
             (
                 Cell(units.number(p.level)),
+                Cell(", ".join(marks) or units.MISSING, why, "good" if marks else "muted")
+                if p in good
+                else Cell("not used", why, "bad"),
                 Cell(units.number(p.rate)),
                 Cell(units.number(p.tokens_per_s)),
                 *(estimate(p.latencies[m][q], units.seconds, samples_needed(share)) for m, q, share in shown),
                 *([estimate(p.attained, units.percent) if p.attained else MISSING] if limited else []),
                 Cell(f"{p.samples:,}"),
-                Cell(", ".join(marks) or "–", why, "good" if marks else "muted")
-                if p in good
-                else Cell("not used", why, "bad"),
             )
         )
     level = "users" if found.by == "users" else "asked, requests/s"
-    headers = (level, "done, requests/s", "output tokens/s", "TTFT p50", "TTFT p99", "E2E p50", "E2E p99")
-    tail = (*(("met every SLO",) if limited else ()), "requests", "")
-    return Table((*headers, *tail), tuple(rows), words=(len(headers) + len(tail) - 1,))
+    rates = (level, "", "done, requests/s", "output tokens/s")
+    latencies = ("TTFT p50", "TTFT p99", "E2E p50", "E2E p99")
+    tail = (*(("met every SLO",) if limited else ()), "requests")
+    return Table((*rates, *latencies, *tail), tuple(rows), words=(1,))
 
 
 def client(analysis: Analysis) -> Table:
