@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from perflab.cli.options import load_choice, service_choice, takes
+from perflab.cli.options import ENGINE, load_choice, service_choice, takes
 
 if TYPE_CHECKING:
     from perflab.studies.service_run import LoadChoice, ServiceChoice
@@ -66,6 +66,7 @@ def profile(
         str | None,
         typer.Option(help="Also send the requests' spans to this OTLP/HTTP address, …/v1/traces."),
     ] = None,
+    engine: Annotated[str, ENGINE] = "",
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="The run's folder; default: under runs/.")
     ] = None,
@@ -82,7 +83,9 @@ def profile(
     from perflab.report.trace import write_trace
     from perflab.studies.profile import Instruments
     from perflab.studies.profile import profile as run_profile
+    from perflab.studies.sides import service_of
 
+    service = service_of(engine, service)
     ours = service.url is None
     use = Instruments(
         cold_start=cold_start or (all_ and ours),

@@ -27,8 +27,8 @@ PHASE_COLOURS = {
     "quantise and pack": "#60a5fa",
     "map packed weights": "#7dd3c0",
     "KV pool and engine": "#fb923c",
-    "first token": "#0f9d6b",
     "other": "#94a3b8",
+    "first token": "#0f9d6b",
     "warm-up after it": "#e2b96b",
 }
 PART_COLOURS = {
@@ -110,12 +110,18 @@ def shares(parts: Sequence[Decomposition]) -> go.Figure:
     return figure
 
 
+def phases(found: Mapping[str, Any]) -> list[str]:
+    """The phases of a cold start that any state has, in the order of a start."""
+    names = dict.fromkeys(phase for state in found["states"].values() for phase in state["phases_s"])
+    order = list(PHASE_COLOURS)
+    return sorted(names, key=lambda name: order.index(name) if name in order else len(order))
+
+
 def cold_starts(found: Mapping[str, Any]) -> go.Figure:
     """Seconds to the first token by phase, one bar for each state of the caches."""
     states = found["states"]
-    names = dict.fromkeys(phase for state in states.values() for phase in state["phases_s"])
     figure = go.Figure()
-    for phase in [*names, "warm-up after it"]:
+    for phase in [*phases(found), "warm-up after it"]:
         seconds = [
             s["until_steady"]["warm_up_s"] if phase == "warm-up after it" else s["phases_s"].get(phase, 0.0)
             for s in states.values()

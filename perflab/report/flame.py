@@ -77,7 +77,7 @@ def _colour(file: str) -> str:
 
 
 def functions_table(stacks: Mapping[Stack, float]) -> Table:
-    """The functions with most time of their own, at most `TOP` lines."""
+    """The functions with most time of their own, at most `TOP`; launchers have none."""
     whole = sum(stacks.values()) or 1.0
     rows = tuple(
         (
@@ -86,5 +86,6 @@ def functions_table(stacks: Mapping[Stack, float]) -> Table:
             Cell(units.seconds(row.total_s), units.percent(row.total_s / whole)),
         )
         for row in functions(stacks)[:TOP]
+        if row.self_s
     )
     return Table(("function", "itself", "with what it calls"), rows)

@@ -32,8 +32,7 @@ def sections_of(run: Run) -> list[Section]:
         chapters.append(_cold_start(found["cold_start"]))
     chapters.append(_flame(run, found.get("flame")))
     for stage in found.get("operators", []):
-        chapters.append(_layers(stage, found.get("ceilings")))
-        chapters.append(_operators(stage, found.get("ceilings")))
+        chapters.append(_step(stage, found.get("ceilings")))
     if "memory" in found:
         chapters.append(_memory(found["memory"]))
     chapters.append(_telemetry(run))
@@ -91,23 +90,23 @@ def _shares(run: Run) -> Section | None:
 
 def _cold_start(found: Mapping[str, Any]) -> Section:
     states = found["states"]
-    phases = list(dict.fromkeys(p for s in states.values() for p in s["phases_s"]))
+    phases = figures.phases(found)
     rows = []
     for name, state in states.items():
         cells = [Cell(units.seconds(state["phases_s"].get(p))) for p in phases]
         steady = state["until_steady"]
-        late = Cell(units.seconds(steady["warm_up_s"]), f"over {units.number(steady['requests'])} requests")
+        late = Cell(units.seconds(steady["warm_up_s"]), f"over {steady['requests']:.0f} requests")
         rows.append((Cell(name), *cells, Cell(units.seconds(state["total_s"])), late))
     slowest = max(states, key=lambda n: states[n]["total_s"])
     fastest = min(states, key=lambda n: states[n]["total_s"])
     return Section(
-        "coldstart",
+        "cold-start",
         "Cold start, in new processes",
         f"From nothing to the first token takes {units.seconds(states[fastest]['total_s'])} ({fastest}) to "
         f"{units.seconds(states[slowest]['total_s'])} ({slowest}).",
         figures.cold_starts(found),
         Table(("caches", *phases, "first token after", "warm-up after it"), tuple(rows)),
-        note=f"Medians of {found['repeats']} starts each, interleaved, {found['precision']}, "
+        note=f"Medians, starts of each kind: {found['repeats']}, interleaved, {found['precision']}, "
         f"{found['runner']} runner. “Nothing packed”: without the cache of packed weights. The engine "
         "compiles nothing. “Warm-up after it”: what requests took beyond steady ones "
         "until their times were steady. "
@@ -135,8 +134,7 @@ def _flame(run: Run, about: Mapping[str, Any] | None) -> Section | None:
     stacks = from_speedscope(json.loads(file.read_text(encoding="utf-8")))
     whole = sum(stacks.values())
     table = functions_table(stacks)
-    cost = about["overhead"]
-    words = f"Sampling cost {units.percent(cost)} of {about['compared']}." if cost is not None else ""
+    words = f"Sampling {_cost(about)} of {about['compared']}." if about["overhead"] is not None else ""
     top = (
         f"{table.rows[0][0].text} itself has {table.rows[0][1].note}" if table.rows else "nothing was sampled"
     )
@@ -152,7 +150,16 @@ def _flame(run: Run, about: Mapping[str, Any] | None) -> Section | None:
     )
 
 
-def _layers(stage: Mapping[str, Any], ceilings: Mapping[str, Any] | None) -> Section:
+def _cost(found: Mapping[str, Any]) -> str:
+    """What an instrument costs, unless the same work differs as much without it."""
+    cost, spread = found["overhead"], found["spread"]
+    if abs(cost) <= spread:
+        return f"costs no more than what runs differ by without it, {units.percent(spread)}"
+    return f"costs {units.percent(cost)}"
+
+
+def _step(stage: Mapping[str, Any], ceilings: Mapping[str, Any] | None) -> Section:
+    """The layers' parts, with torch's operators folded."""
     parts, what = stage["parts"], stage["stage"]
     sums: dict[str, dict[str, Any]] = {}
     for row in parts["rows"]:
@@ -166,17 +173,19 @@ def _layers(stage: Mapping[str, Any], ceilings: Mapping[str, Any] | None) -> Sec
     rows.append((Cell("forward pass as a whole"), *_timed(forward, forward), MISSING, MISSING, MISSING))
     most = max(sums, key=lambda name: sums[name]["seconds"])
     call = parts["call_s"]
-    alone = f" A call with nothing to do takes {units.seconds(call)}." if call is not None else ""
+    alone = "" if call is None else f" A call without work takes {units.seconds(call)}."
+    operators, why = _operators(stage, ceilings)
     return Section(
-        f"layers{what['name']}",
-        f"Layers of a {what['name']} step",
-        f"{most[0].upper()}{most[1:]} takes the most, "
-        f"{units.percent(sums[most]['seconds'] / forward)} of the forward "
-        f"pass of {units.seconds(forward)}.",
+        what["name"],
+        f"A {what['name']} step, layer by layer",
+        f"{most[0].upper()}{most[1:]} takes the most, {units.percent(sums[most]['seconds'] / forward)} of "
+        f"the forward pass of {units.seconds(forward)}.",
         figures.layers(parts["rows"]),
         Table(("part", "time", "of the forward pass", "GB/s", "Gop/s", "of the roofline"), tuple(rows)),
-        note=f"{_stage(what)}, {stage['weights']}, {stage['runner']} runner. Timed by {parts['method']}. "
-        f"Not seen: {parts['unseen']}.{alone}",
+        (("torch's operators", operators),),
+        note=f"{_stage(what)}, {stage['weights']}, {stage['runner']} runner. Timed: {parts['method']}. "
+        f"Not seen: {parts['unseen']}.{alone} Amber: faster than the ceilings: "
+        f"operands came from a cache, or the machine was busy when they were measured. {why}",
     )
 
 
@@ -203,12 +212,15 @@ def _work_row(
         Cell(units.number(row[key] / seconds / 1e9)) if row.get(key) and seconds else MISSING
         for key in ("bytes", "operations")
     ]
-    share = Cell(units.percent(least / seconds)) if least is not None and seconds else MISSING
+    share = MISSING
+    if least is not None and seconds:
+        share = Cell(units.percent(least / seconds), tone="flag" if least > seconds else "")
     return (*names, *_timed(seconds, whole), *rates, share)
 
 
-def _operators(stage: Mapping[str, Any], ceilings: Mapping[str, Any] | None) -> Section:
-    found, what = stage["operators"], stage["stage"]
+def _operators(stage: Mapping[str, Any], ceilings: Mapping[str, Any] | None) -> tuple[Table, str]:
+    """The table, and how it came about."""
+    found = stage["operators"]
     whole = found["step_s"]
     rows = [
         _work_row(
@@ -220,33 +232,15 @@ def _operators(stage: Mapping[str, Any], ceilings: Mapping[str, Any] | None) -> 
         )
         for r in found["rows"][:25]
     ]
-    schedule = found["schedule"]
-    opaque = (
-        " A native step is one call that torch.profiler does not see: what is listed is what "
-        "is left of torch."
-        if stage["runner"] == "native"
-        else ""
-    )
-    size = f", a trace of {found['trace_bytes'] / 1e6:.1f} MB" if found["trace_bytes"] else ""
-    return Section(
-        f"operators{what['name']}",
-        f"torch's operators in a {what['name']} step",
-        f"Under torch.profiler a step takes {units.seconds(found['observed_step_s'])} instead of "
-        f"{units.seconds(whole)}: it costs {units.percent(found['overhead'])}.{opaque}",
-        more=(
-            (
-                "Operators",
-                Table(
-                    ("operator", "calls", "time", "of the step", "GB/s", "Gop/s", "of the roofline"),
-                    tuple(rows),
-                ),
-            ),
-        ),
-        note=f"{schedule['active']} steps after {schedule['wait']} of waiting and {schedule['warm_up']} of "
-        f"warm-up: {found['events']:,} events{size}. Times are of an operator itself, as the profiler "
-        "saw it; bytes are "
-        "counted from shapes for products and pointwise operators, so above 100 % of the roofline means that "
-        "operands came from a cache.",
+    headers = ("operator", "calls", "time", "of the step", "GB/s", "Gop/s", "of the roofline")
+    schedule, size = found["schedule"], found["trace_bytes"]
+    opaque = " A native step is one call that it cannot look into." if stage["runner"] == "native" else ""
+    return Table(headers, tuple(rows)), (
+        f"torch.profiler saw {schedule['active']} steps after {schedule['wait']} of waiting and "
+        f"{schedule['warm_up']} of warm-up ({found['events']:,} events"
+        f"{f', {size / 1e3:,.0f} kB of trace' if size else ''}): a step then takes "
+        f"{units.seconds(found['observed_step_s'])} instead of {units.seconds(whole)}, so it {_cost(found)}. "
+        f"Bytes of operators are counted from shapes, for products and pointwise ones.{opaque}"
     )
 
 

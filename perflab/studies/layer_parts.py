@@ -250,15 +250,17 @@ def _native(
         product(number, "gate and up", layer.gate_up, x, gated, finish=kernels.SILU_MUL)
         product(number, "down", layer.down, gated, x, finish=kernels.ADD)
     product(None, "head", model.head, last, logits, finish=kernels.STORE)
-    taken = [_timed([call for _, _, call, _, _ in calls]) for _ in range(repeats + 1)][1:]
-    seconds = [statistics.median(times) for times in zip(*taken, strict=True)]
-    whole = [_timed([partial(runner.forward, rows, pool)])[0] for _ in range(repeats + 1)][1:]
+    taken, wholes = [], []
+    for _ in range(repeats + 1):
+        taken.append(_timed([call for _, _, call, _, _ in calls]))
+        wholes += _timed([partial(runner.forward, rows, pool)])
+    seconds = [statistics.median(times[1:]) for times in zip(*taken, strict=True)]
     small = np.ones((1, kernels.PANEL), np.float32)
     data, scale = pack_matrix("fp32", np.ones((kernels.PANEL, kernels.PANEL), np.float32))
     least = kernels.Matrix(FORMATS["fp32"], kernels.PANEL, kernels.PANEL, address(data), address(scale), None)
     idle = [_timed([partial(kernels.multiply, team, least, small, small.copy())])[0] for _ in range(99)]
     found = [Part(c[0], c[1], s, c[3], c[4]) for c, s in zip(calls, seconds, strict=True)]
-    return found, statistics.median(whole), statistics.median(idle)
+    return found, statistics.median(wholes[1:]), statistics.median(idle)
 
 
 def _timed(calls: Sequence[Callable[[], object]]) -> list[float]:

@@ -15,6 +15,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from perflab.clock import NS_PER_S, WallClock
@@ -72,7 +73,8 @@ def profiled(
     steps: Steps, active: int = 3, warm_up: int = 2, plain: int = 12, trace: Path | None = None
 ) -> dict[str, Any]:
     """Operators of `active` steps by name and shapes, per step; before and after, `plain` / 2 steps
-    without the profiler say what it costs.
+    without the profiler say what it costs (`overhead`) and how much they differ among themselves (`spread`,
+    their interquartile range over their median).
 
     The schedule waits one step and warms up for `warm_up`: these are not kept, so memory and trace
     hold `active` steps however long the engine runs. Raises ConfigError for more than MAX_ACTIVE.
@@ -97,13 +99,18 @@ def profiled(
     without += [_seconds(steps.step()) for _ in range(plain // 2)]
     if trace is not None:
         profiler.export_chrome_trace(str(trace))
-    events = [e for e in profiler.events() or () if not e.key.startswith("ProfilerStep")]
+    events = [
+        e
+        for e in profiler.events() or ()
+        if e.device_type.name == "CPU" and not e.key.startswith("ProfilerStep")
+    ]
     plain_s, observed_s = statistics.median(without), statistics.median(observed)
     return {
         "schedule": {"wait": waiting, "warm_up": warm_up, "active": active},
         "step_s": plain_s,
         "observed_step_s": observed_s,
         "overhead": observed_s / plain_s - 1,
+        "spread": float(np.subtract(*np.quantile(without, (0.75, 0.25)))) / plain_s,
         "events": len(events),
         "trace_bytes": trace.stat().st_size if trace is not None else None,
         "rows": operator_rows(events, active),
