@@ -1,4 +1,4 @@
-"""The comparison with other engines, without any of them: parsing, skipping, ratios, shares, order."""
+"""The comparisons with other engines and other tools, without any of them: parsing, ratios, order."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ from typing import Any
 
 import pytest
 
-from benchmarks import bars, contenders, peers
+from benchmarks import agreement, bars, contenders, foreign, mock, peers, servers, tools
 from benchmarks.contenders import Contender, parse, run
+from benchmarks.tools import Figures, Tool
+from perflab.studies.store import Run
+from perflab.types import RequestRecord, Sample
 
 BENCH = [
     {"n_prompt": 512, "n_gen": 0, "avg_ts": 848.8, "avg_ns": 603_000_000},
@@ -145,3 +148,180 @@ def test_the_tables_and_the_last_line_take_what_exists(capsys: pytest.CaptureFix
     peers.tables({}, "abc")
     peers.ceiling_lines({})
     assert capsys.readouterr().out == ""
+
+
+GUIDELLM = {
+    "time_to_first_token_ms": {"mean": 104.4, "median": 103.5, "count": 16},
+    "inter_token_latency_ms": {"mean": 10.07, "median": 10.01, "count": 496},
+    "time_per_output_token_ms": {"mean": 13.02, "median": 12.92, "count": 512},
+    "output_tokens_per_second": {"mean": 289.8, "median": 293.4, "count": 512},
+    "output_token_count": {"total_sum": 512.0, "median": 32.0, "count": 16},
+}
+RECORDED: dict[str, tuple[str, Any, Figures]] = {
+    "guidellm": (
+        "guidellm.json",
+        {"benchmarks": [{"metrics": {name: {"successful": found} for name, found in GUIDELLM.items()}}]},
+        Figures(16, 512, 103.5, 10.01, 289.8),
+    ),
+    "vllm bench": (
+        "vllm.json",
+        {
+            **{"completed": 16, "failed": 0, "total_output_tokens": 512, "output_throughput": 309.9},
+            **{"median_ttft_ms": 102.5, "median_tpot_ms": 10.0, "median_itl_ms": 9.999},
+        },
+        Figures(16, 512, 102.5, 10.0, 309.9),
+    ),
+    "aiperf": (
+        "aiperf/profile_export_aiperf.json",
+        {
+            "request_count": {"unit": "requests", "avg": 16.0},
+            "output_sequence_length": {"unit": "tokens", "avg": 32.0, "sum": 512.0},
+            "time_to_first_token": {"unit": "ms", "avg": 2165.7, "p50": 103.6},
+            "inter_token_latency": {"unit": "ms", "avg": 10.03, "p50": 10.02},
+            "output_token_throughput": {"unit": "tokens/sec", "avg": 51.4},
+        },
+        Figures(16, 512, 103.6, 10.02, 51.4),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_each_tools_own_names_become_one_vocabulary(name: str, tmp_path: Path) -> None:
+    file, content, expected = RECORDED[name]
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).write_text(json.dumps(content))
+    assert tools.tools()[name].read(tmp_path) == expected
+
+
+def test_every_tool_is_asked_for_the_same_load() -> None:
+    load = tools.Load("http://127.0.0.1:9", "m", Path("/models/m"), ["a"] * 23, 37, 5)
+    for tool in tools.tools(Path("/home")).values():
+        words = " ".join(str(word) for word in tool.command(load, Path("/folder")))
+        for said in ("http://127.0.0.1:9", "/folder/prompts.jsonl", "5"):
+            assert said in words, tool.name
+        assert ("37" in words) == (tool.name != "guidellm")  # which takes it from the prompts' file
+        assert ("23" in words) == (tool.name != "perflab")  # which takes all of them
+    assert servers.missing(*tools.tools(Path("/home"))["aiperf"][4:6]) is not None
+
+
+def scripted_tool(code: str) -> Tool:
+    """A tool that runs `code` and leaves `figures.json`."""
+
+    def read(folder: Path) -> Figures:
+        return Figures(**json.loads((folder / "figures.json").read_text()))
+
+    return Tool("scripted", lambda load, folder: [sys.executable, "-c", code], read, "")
+
+
+def test_a_tool_that_fails_or_answers_half_is_told_by_name_of_the_fault() -> None:
+    load = tools.Load("", "m", Path(), ["first", "second"], 3, 1)
+    code = """if True:
+        import json
+        rows = [json.loads(line) for line in open("prompts.jsonl")]
+        assert [row["prompt"] for row in rows] == ["first", "second"]
+        found = dict(completed=2, output_tokens=TOKENS, ttft_ms=1, tpot_ms=2, tokens_per_s=3)
+        json.dump(found, open("figures.json", "w"))
+    """
+    assert tools.run(scripted_tool(code.replace("TOKENS", "6")), load) == Figures(2, 6, 1, 2, 3)
+    with pytest.raises(ValueError, match="2 of 2 answers, 5 of 6 tokens"):
+        tools.run(scripted_tool(code.replace("TOKENS", "5")), load)
+    with pytest.raises(ValueError, match="cannot be read: FileNotFoundError"):
+        tools.run(scripted_tool("pass"), load)
+    with pytest.raises(ValueError, match="exit code 1: no luck"):
+        tools.run(scripted_tool("raise SystemExit('no luck')"), load)
+    with pytest.raises(ValueError, match=r"no end after 0\.2 s"):
+        tools.run(scripted_tool("import time; time.sleep(60)"), load, timeout_s=0.2)
+
+
+def figures(ttft: float, rate: float) -> Figures:
+    return Figures(1, 1, ttft, 10.0, rate)
+
+
+def test_agreement_is_a_difference_within_the_limit_or_an_interval_with_zero(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    results = {
+        "perflab": [figures(100, 400), figures(102, 410), figures(99, 396)],
+        "guidellm": [figures(101, 360), figures(101, 369.5), figures(100.5, 356)],
+    }
+    found = agreement.differences(results)
+    row = found["guidellm"]["tokens_per_s"]
+    assert row["difference"] == pytest.approx(-0.1)
+    assert (row["least"], row["most"]) == (pytest.approx(356 / 396 - 1), pytest.approx(369.5 / 410 - 1))
+    agreement.judge(found, "mock")
+    assert [found["guidellm"][f]["ok"] for f in tools.FIGURES] == [True, True, False]
+    agreement.judge(found, "real")
+    assert [found["guidellm"][f]["ok"] for f in tools.FIGURES] == [True, True, False]
+    assert found["guidellm"]["ttft_ms"]["detectable"] > 0.01
+    agreement.table("", found, "real")
+    assert "its own TPOT is E2E/N" in capsys.readouterr().out
+    few = agreement.differences({name: rows[:1] for name, rows in results.items()})
+    agreement.judge(few, "real")
+    assert not few["guidellm"]["ttft_ms"]["ok"]  # one pair has no interval
+    assert agreement.differences({}) == {}
+
+
+def test_tools_take_turns_and_only_whole_rounds_count() -> None:
+    present = [scripted_tool("")._replace(name=name) for name in "abc"]
+    ran: list[str] = []
+
+    def one(tool: Tool, number: int) -> Figures:
+        ran.append(tool.name)
+        if tool.name == "b" and number > 3:
+            raise ValueError("gone")
+        if number == 9:
+            raise KeyboardInterrupt
+        return figures(number, number)
+
+    failed: dict[str, str] = {}
+    results = agreement.rounds(present, 9, one, failed)
+    assert "".join(ran) == "abc" + "cba" + "ac" + "c"
+    assert failed == {"b": "gone"}
+    assert {name: [found.ttft_ms for found in rows] for name, rows in results.items()} == {
+        "a": [1, 6, 7],
+        "c": [3, 4, 8],
+    }
+
+
+def test_the_mock_answers_the_same_request_alike() -> None:
+    first = mock.times(17, 5, 0.1, 0.02, 0.3)
+    assert first == mock.times(17, 5, 0.1, 0.02, 0.3) != mock.times(18, 5, 0.1, 0.02, 0.3)
+    assert list(first) == sorted(first)
+    assert mock.times(0, 3, 0.1, 0.02, 0.0) == pytest.approx((0.1, 0.12, 0.14))
+
+
+def test_a_server_that_does_not_start_is_told_with_its_last_words() -> None:
+    code = "raise SystemExit('no {threads} threads')"
+    dying = servers.Server("dying", [sys.executable, "-c", code], start_s=30)
+    with pytest.raises(ValueError, match="dying did not start: no 3 threads"), servers.running(dying, 3):
+        pass
+
+
+def test_what_is_wrong_with_a_run_against_a_foreign_server_is_named() -> None:
+    def request(number: int, **changes: Any) -> RequestRecord:
+        facts = {"output_tokens": 4, "requested_tokens": 4, "server_prompt_tokens": 8, "outcome": "completed"}
+        record = RequestRecord(f"r{number}", 0, 0, 8, count_source="usage")
+        for name, value in (facts | changes).items():
+            setattr(record, name, value)
+        return record
+
+    names = ("running", "waiting", "prompt_tokens", "output_tokens")
+    pages = [Sample(at, name, {"source": f"x:{name}"}, float(3 * at)) for name in names for at in (1, 2, 4)]
+    noise = [["machine too noisy", "others took 90%"]]
+    manifest: dict[str, Any] = {"validity": {"reasons": noise}}
+    sound = Run(manifest, [request(0), request(1)], [], [], telemetry=pages)
+    assert list(foreign.faults(sound)) == []
+    assert foreign.scraped(sound) == {"running": 12, "waiting": 12, "prompt_tokens": 9, "output_tokens": 9}
+    worse = [request(0, output_tokens=3), request(1, outcome="failed", error="HTTP 500: x")]
+    worse += [request(2, server_prompt_tokens=9), request(3, count_source="chunks")]
+    bad = {"validity": {"reasons": [*noise, ["no steady state", "why"]]}}
+    assert [
+        fault.split(":")[0] for fault in foreign.faults(Run(bad, worse, [], [], telemetry=pages[3:]))
+    ] == [
+        "1 of 4 requests failed",
+        "tokens were counted by chunks",
+        "1 requests have another output length than asked",
+        "1 requests have another prompt length than asked",
+        "the server's page gave no running",
+        "no steady state",
+    ]
