@@ -119,8 +119,6 @@ def points_table(found: SweepResult) -> Table:
             for name, level in (("capacity", found.capacity.level), ("knee", found.knee.level))
             if p.level == level and p in good
         ]
-        if p not in good:
-            marks = ["not used: " + ", ".join(name for name, _ in p.reasons)] if p.reasons else ["not used"]
         table.add_row(
             f"{p.level:g}",
             units.number(p.rate),
@@ -139,11 +137,16 @@ def conclusions(found: SweepResult) -> list[str]:
     from perflab.report import units
 
     unit = "users" if found.by == "users" else "requests/s"
+    unused: dict[str, list[str]] = {}
+    for p in found.points:
+        if p not in found.usable:
+            why = ", ".join(name for name, _ in p.reasons) or "more samples of this level are there"
+            unused.setdefault(why, []).append(f"{p.level:g}")
 
     def between(low: float | None, high: float | None) -> str:
         return f"between {units.number(low)} and {units.number(high)}" if high is not None else "or more"
 
-    lines = []
+    lines = [f"[dim]Not used (grey), {why}: {', '.join(levels)}[/dim]" for why, levels in unused.items()]
     for name, one in (("Capacity", found.capacity), ("Knee", found.knee)):
         text = f"[bold]{name}[/bold]: "
         if one.level is None:

@@ -26,9 +26,10 @@ FORMULAS: dict[str, str] = {
     "capacity": "the highest level at which the wanted share of the requests met every SLO, failures being "
     "misses, the shares made to fall with the level (pooled adjacent violators, Ayer et al. 1955). Its "
     "interval is the last level that met and the first that missed.",
-    "knee": "the level with the most power, achieved requests/s ÷ P99 of E2E (Kleinrock 1979): where the "
-    "line from the origin touches the curve of latency over throughput. Its interval spans the levels "
-    "whose power, by the lower bound of their P99, reaches the best one's.",
+    "knee": "the level with the most power, achieved requests/s ÷ P99 of E2E (Kleinrock 1979), P99 made to "
+    "rise with the level (pooled adjacent violators): where the line from the origin touches the curve of "
+    "latency over throughput. Its interval spans the levels whose power, by the lower bound of their P99, "
+    "reaches the best one's.",
     "saturation": "the highest rate of completions that any usable point reached.",
     "frontier": "points than which no other is both faster (P99 of E2E) and of more completions per second.",
 }
@@ -66,19 +67,11 @@ class Point:
         return bool(self.samples) and all(name in OVERLOAD for name, _ in self.reasons)
 
     @property
-    def power(self) -> float:
-        """Achieved requests/s ÷ P99 of E2E, 1/s²; 0 where nothing was achieved or P99 is infinite."""
-        return _power(self.rate, self.p99_s)
-
-    @property
-    def best_power(self) -> float:
-        """The power by the lower bound of P99: the most that the samples allow."""
+    def slack(self) -> float:
+        """How many times lower P99 of E2E may be by its interval."""
         estimate = self.latencies["E2E"]["p99"]
-        return max(self.power, _power(self.rate, estimate.low or estimate.value))
-
-
-def _power(rate: float | None, latency_s: float | None) -> float:
-    return rate / latency_s if rate and latency_s and math.isfinite(latency_s) else 0.0
+        finite = estimate.value and estimate.low and math.isfinite(estimate.value)
+        return estimate.value / estimate.low if finite and estimate.value and estimate.low else 1.0
 
 
 def point(
@@ -142,16 +135,22 @@ def usable(points: Sequence[Point], allow_invalid: bool = False) -> list[Point]:
 def attainment(points: Sequence[Point]) -> list[float]:
     """The share within the SLOs at each level, made to fall with the level; `points` in order of level.
 
-    Pooling of adjacent violators, weighted by samples (Ayer et al. 1955): a chance miss below levels that
-    met is averaged with them instead of ending the search.
+    A chance miss below levels that met is averaged with them instead of ending the search.
     """
-    pools: list[list[float]] = []  # share, samples, points
-    for p in points:
-        pools.append([(p.attained.value or 0.0) if p.attained else 0.0, float(p.samples), 1.0])
-        while len(pools) > 1 and pools[-2][0] < pools[-1][0]:
-            (a, n, i), (b, m, j) = pools.pop(-2), pools.pop()
-            pools.append([(a * n + b * m) / (n + m), n + m, i + j])
-    return [share for share, _, count in pools for _ in range(int(count))]
+    shares = [-(p.attained.value or 0.0) if p.attained else 0.0 for p in points]
+    return [-share for share in rising(shares, [p.samples for p in points])]
+
+
+def rising(values: Sequence[float], weights: Sequence[float]) -> list[float]:
+    """The closest values that never fall, by weighted squares: pooled adjacent violators (Ayer et al.
+    1955)."""
+    pools: list[tuple[float, float, int]] = []  # mean, weight, how many
+    for value, weight in zip(values, weights, strict=True):
+        pools.append((value, float(weight), 1))
+        while len(pools) > 1 and pools[-2][0] > pools[-1][0]:
+            (b, m, j), (a, n, i) = pools.pop(), pools.pop()
+            pools.append(((a * n + b * m) / (n + m), n + m, i + j))
+    return [mean for mean, _, count in pools for _ in range(count)]
 
 
 def capacity(points: Sequence[Point], wanted: float) -> Found:
@@ -178,20 +177,26 @@ def knee(points: Sequence[Point]) -> Found:
 
     power = achieved requests/s ÷ P99 of E2E (L. Kleinrock, Power and deterministic rules of thumb for
     probabilistic problems in computer communications, ICC 1979). It has no factor to choose and doesn't
-    depend on how far beyond the knee was measured, as normalised curves do.
+    depend on how far beyond the knee was measured, as normalised curves do. P99 of few samples jumps, so
+    its logarithm is first made to rise with the level.
     """
     if len(points) < 3:
         return Found(None, reason=f"{len(points)} usable points; three at least show a knee")
-    best = max(points, key=lambda p: p.power)
-    if best.power == 0.0:
+    known = [p.p99_s for p in points if p.p99_s and math.isfinite(p.p99_s)]
+    if not known:
         return Found(None, reason="no point completed 99 % of its requests")
-    near = [p.level for p in points if p.best_power >= best.power]
+    lost = 10 * max(known)  # stands for an infinite P99
+    logs = [math.log(p.p99_s if p.p99_s and math.isfinite(p.p99_s) else lost) for p in points]
+    smooth = [math.exp(x) for x in rising(logs, [p.samples for p in points])]
+    powers = [min(p.rate or 0.0, p.offered or math.inf) / p99 for p, p99 in zip(points, smooth, strict=True)]
+    at = max(range(len(points)), key=lambda i: powers[i])
+    near = [p.level for p, power in zip(points, powers, strict=True) if power * p.slack >= powers[at]]
     reason = ""
-    if best is points[-1]:
+    if at == len(points) - 1:
         reason = "the highest level has the most power: the knee may lie beyond it"
-    elif best is points[0]:
+    elif at == 0:
         reason = "the lowest level has the most power: the knee may lie below it"
-    return Found(best.level, min(near), max(near), reason)
+    return Found(points[at].level, min(near), max(near), reason)
 
 
 def saturation(points: Sequence[Point]) -> float | None:

@@ -195,6 +195,9 @@ class _Session:
             collect=False,
         )
         records.steps = records.steps[seen:]
+        if self.both[i].encoder is None:  # only the server knows how long prompts were
+            for record in records.requests:
+                record.prompt_tokens = record.server_prompt_tokens or record.prompt_tokens
         return Slice(number, workload, records)
 
     def workload(self, i: int, number: int) -> Workload:
