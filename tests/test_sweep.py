@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 import math
@@ -384,3 +385,30 @@ def test_a_points_arrivals_have_the_rate_that_was_asked():
     gaps = [b / a for a, b in zip((r.arrival_s for r in asked.requests), times, strict=True) if a]
     assert max(gaps) == pytest.approx(min(gaps)), "bursts stay"
     assert at_rate(asked.first(1), 3.0) == asked.first(1)
+
+
+def test_a_sweep_is_told_in_words_and_drawn(tmp_path):
+    from rich.console import Console
+
+    from perflab.cli.capacity import conclusions, points_table
+    from perflab.report.figures_sweep import load_and_latency
+
+    def verdict(load, number):
+        return [("client-bound", "so it was")] if number == 4 else []
+
+    found = swept(tmp_path, Queue(0.2, verdict=verdict), Sweep(minutes=4), SLO(e2e_s=1.2))
+    console = Console(width=140, record=True, file=io.StringIO())
+    console.print(points_table(found))
+    console.print("\n".join(conclusions(found)))
+    text = console.export_text()
+    assert "capacity" in text
+    assert "knee" in text
+    assert "Not used (grey), client-bound" in text
+    figure = load_and_latency(found)
+    names = [trace.name for trace in figure.data]
+    assert names[:3] == ["E2E p99", "E2E p50", "TTFT p99"]
+    assert "not used" in names
+    lines = {
+        round(shape.x0, 6) for shape in figure.layout.shapes if shape.type == "line" and shape.x0 == shape.x1
+    }
+    assert lines >= {round(found.knee.level, 6), round(found.capacity.level, 6)}
