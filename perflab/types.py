@@ -196,7 +196,8 @@ class StepRecord:
 
     [start, planned) plan, [planned, batched) batch tensors, [batched, forwarded) the model,
     [forwarded, sampled) sampling and the move of results, [sampled, committed) commit,
-    [committed, delivered) detokenizing and delivery.
+    [committed, delivered) detokenizing and delivery, [delivered, handed) the driver's hand-over to those
+    who wait for events (it holds up the next step, nobody's token; 0 where no thread drives the engine).
     """
 
     index: int
@@ -218,6 +219,7 @@ class StepRecord:
     kv_blocks_total: int = 0
     preempted: int = 0
     failed_rows: int = 0
+    handed_ns: int = 0
 
 
 class Sample(NamedTuple):

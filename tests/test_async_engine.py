@@ -6,6 +6,7 @@ import asyncio
 import random
 import tracemalloc
 from collections import deque
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -58,6 +59,9 @@ async def test_streams_run_beside_each_other_and_answer_as_alone() -> None:
         )
         assert answers == [alone(prompt, 150, frozenset()) for prompt in prompts]
         assert engine.num_streams == 0
+        steps = engine.engine.steps
+        assert all(step.delivered_ns <= step.handed_ns for step in steps if step.sampled_tokens)
+        assert all(a.handed_ns <= b.start_ns for a, b in pairwise(steps))
     assert_empty(engine.engine)
 
 

@@ -65,7 +65,7 @@ class EngineThread:
         engine = self.engine
         while not self._closing:
             self._run_commands()
-            self.step_began_ns = engine.clock.now()
+            self.step_began_ns, before = engine.clock.now(), engine.last_step
             try:
                 events = engine.step()
             except Exception as error:
@@ -74,6 +74,8 @@ class EngineThread:
             self.step_began_ns = None
             if events:
                 self._on_events(events)
+                if engine.last_step is not None and engine.last_step is not before:
+                    engine.last_step.handed_ns = engine.clock.now()
             elif not self._commands:
                 self._sleep()
         self._run_commands()

@@ -92,6 +92,7 @@ class Engine:
         self._seeds = random.Random(config.seed)
         self._detokenizer = Detokenizer(model.tokenizer) if model.tokenizer is not None else None
         self._step_index = 0
+        self.last_step: StepRecord | None = None
 
     # -- requests in and out -----------------------------------------------------------------
 
@@ -297,6 +298,7 @@ class Engine:
         record.kv_blocks_total = pool.num_blocks
         record.preempted, record.failed_rows = plan.preempted, len(result.errors)
         self._steps.append(record)
+        self.last_step = record
 
     def _note(self, kind: str, subject: str, detail: dict[str, Any]) -> None:
         self._events.append(EventRecord(self.clock.now(), kind, subject, detail))

@@ -32,6 +32,7 @@ SEGMENTS = (
     "sample",
     "commit",
     "detokenise",
+    "hand on",
     "hand back",
     "serialise",
     "write",
@@ -130,6 +131,7 @@ def _stepped(record: RequestRecord, steps: Mapping[int, StepRecord]) -> list[Spa
             Span("sample", step.forwarded_ns, step.sampled_ns),
             Span("commit", step.sampled_ns, step.committed_ns),
             Span("detokenise", step.committed_ns, step.delivered_ns),
+            Span("hand on", step.delivered_ns, step.handed_ns),
         )
     return found
 

@@ -29,6 +29,7 @@ SEGMENT_COLOURS = {
     "parse": "#4d7c0f",
     "server tokenise": "#a78bfa",
     "hand over": "#fcd34d",
+    "hand on": "#d9f99d",
     "hand back": "#fdba74",
     "write": "#e879f9",
     "network down": "#22d3ee",

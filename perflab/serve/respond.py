@@ -91,10 +91,10 @@ class Completion(Response):
         gone.add_done_callback(lambda _: deliveries.leave())
         try:
             service.enter(samples)
-            handed = self._now()
             try:
                 async with deliveries:
-                    self._around.append(Span("hand_over", handed, deliveries.records[0].sent_ns))
+                    tokenised = self._requests[0].spans[-1].end_ns
+                    self._around.append(Span("hand_over", tokenised, deliveries.records[0].sent_ns))
                     await self._answer(deliveries, send)
             finally:
                 service.samples -= samples
