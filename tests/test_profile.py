@@ -42,6 +42,7 @@ def test_every_instrument_leaves_its_part_and_its_chapter(
     monkeypatch.setattr(
         profile, "ceilings", lambda: {"bytes_per_s": 1e10, "operations_per_s": {"fp32": 1e11}}
     )
+    monkeypatch.setattr(profile.memory, "python_objects", lambda: {})  # seconds, with all of torch loaded
     use = Instruments(flame=True, operators=True, memory=True, leak_requests=120)
     said: list[str] = []
     profile.profile(tiny_service(), LOAD, use, tmp_path / "run", said.append)
