@@ -100,19 +100,19 @@ def points_table(found: SweepResult) -> Table:
     for heading in (
         "users" if found.by == "users" else "asked/s",
         "done/s",
-        "tokens/s",
-        "TTFT p50",
+        "tok/s",
         "TTFT p99",
         "E2E p50",
         "E2E p99",
-        *(["in limits"] if limited else []),
-        "requests",
+        *(["in SLO"] if limited else []),
+        "sent",
     ):
         table.add_column(heading, justify="right")
     table.add_column("")
     good = found.usable
     for p in sorted(found.points, key=lambda p: (p.level, p.samples)):
-        latencies = [units.seconds(p.latencies[m][q].value) for m in ("TTFT", "E2E") for q in ("p50", "p99")]
+        kinds = (("TTFT", "p99"), ("E2E", "p50"), ("E2E", "p99"))
+        latencies = [units.seconds(p.latencies[metric][q].value) for metric, q in kinds]
         share = [units.percent(p.attained.value if p.attained else None)] if limited else []
         marks = [
             name
