@@ -178,9 +178,10 @@ def test_memory_says_what_the_verdict_says() -> None:
             "objects": [["builtins.dict", 3, 720]],
             "samples": [counts, rss],
             "leak": asdict(leak_verdict(counts, rss)),
-            "pool_note": "",
+            "whole_pool": True,
         }
         section = chapters._memory(found)
+        assert ("first time" in chapters._memory(found | {"whole_pool": False}).takeaway) == (leak > 0)
         assert words in section.takeaway
         assert section.more[1][1].rows[0][1].text == "+3"
         line = figures.resident(found).data[1]

@@ -251,12 +251,20 @@ def _memory(found: Mapping[str, Any]) -> Section:
     def kib(value: float) -> str:
         return f"{units.number(value / 1024)} KiB"
 
+    pool = (
+        ""
+        if found["whole_pool"]
+        else " The server's KV pool enters resident memory block by block: only growth that goes on after all "
+        "of it was used once is a leak, so use more --leak-requests or a smaller pool."
+    )
     growth = f"{kib(slope.value)} a request ({units.interval(slope, kib)})" if slope.value is not None else ""
     words = {
         "leaking": "It leaks",
         "steady": "It does not leak",
         "cannot tell": "Whether it leaks cannot be told",
     }
+    if not found["whole_pool"]:
+        words["leaking"] = "It grows, by a leak or by a KV pool that is used for the first time"
     takeaway = f"{words[leak['answer']]}: {growth or leak['reason']}."
     places = [("resident", found["resident"]), ("allocator", found["allocators"])]
     places.append(("KV pool, at its fullest", found["kv_pool"] or {}))
@@ -280,7 +288,7 @@ def _memory(found: Mapping[str, Any]) -> Section:
         note=f"Of {found['of']}, after {leak['warm_up_requests']} requests of warm-up. Leaking: the whole "
         f"interval is above {kib(leak['limit_bytes_per_request'])} a request; steady: below. A tensor's "
         "or an extension's "
-        f"memory is in “resident” and the allocator, not among Python objects. {found['pool_note']}",
+        f"memory is in “resident” and the allocator, not among Python objects.{pool}",
     )
 
 

@@ -219,8 +219,8 @@ def _about(found: flame.Flame) -> dict[str, Any]:
 
 
 def _own_memory(service: ServiceChoice, run: Run, use: Instruments) -> dict[str, Any]:
-    """Short requests one wave after the other on an engine that keeps few records; resident memory after
-    each wave, Python objects before and after."""
+    """Short requests one wave after the other on an engine that keeps few records, with a pool so small that
+    all of it is in memory soon; resident memory after each wave, Python objects before and after."""
     size = min(8, service.config.max_num_seqs)
     blocks = 2 * size * -(-(PROMPT + OUTPUT) // service.config.block_size)  # all of them touched at once
     config = replace(service.config, keep_records=use.leak_requests // 8, num_blocks=blocks)
@@ -258,7 +258,7 @@ def _own_memory(service: ServiceChoice, run: Run, use: Instruments) -> dict[str,
         "objects": [[name, *changed] for name, changed in grown[:15]],
         "samples": [counts, resident],
         "leak": asdict(memory.leak_verdict(counts, resident)),
-        "pool_note": "The KV pool of these requests is small, so that all of it is in memory from the start.",
+        "whole_pool": True,
     }
 
 
@@ -287,5 +287,5 @@ def _server_memory(service: ServiceChoice, run: Run, use: Instruments) -> dict[s
         "objects": [],
         "samples": [counts, resident],
         "leak": asdict(memory.leak_verdict(counts, resident)),
-        "pool_note": "A KV pool that is used bit by bit grows resident memory until all of it was used.",
+        "whole_pool": False,
     }
