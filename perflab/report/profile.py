@@ -254,8 +254,8 @@ def _memory(found: Mapping[str, Any]) -> Section:
     pool = (
         ""
         if found["whole_pool"]
-        else " The server's KV pool enters resident memory block by block: only growth that goes on after all "
-        "of it was used once is a leak, so use more --leak-requests or a smaller pool."
+        else " The server's KV pool enters resident memory block by block: only growth that goes on after "
+        "all of it was used once is a leak, so use more --leak-requests or a smaller pool."
     )
     growth = f"{kib(slope.value)} a request ({units.interval(slope, kib)})" if slope.value is not None else ""
     words = {
