@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections import Counter
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from perflab.clock import NS_PER_S
+from perflab.errors import PerflabError
 from perflab.report import otel
 from perflab.report.trace import ENGINE, MACHINE, REQUESTS, chrome_trace, life, write_trace
 from perflab.studies.store import Run
@@ -165,3 +168,26 @@ def test_names_are_those_of_the_conventions() -> None:
     known = {value for value in vars(conventions).values() if isinstance(value, str)}
     used = otel.attributes(request("a", 0, 1, 2, seed=1, session_id="s", requested_tokens=2), run())
     assert {name for name in used if name.startswith("gen_ai.")} <= known
+
+
+def test_spans_go_to_an_endpoint_and_a_refusal_is_an_error() -> None:
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
+    taken: list[int] = []
+
+    class Collector(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            taken.append(len(self.rfile.read(int(self.headers["Content-Length"]))))
+            self.send_response(200 if self.path == "/v1/traces" else 404)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None: ...
+
+    with HTTPServer(("127.0.0.1", 0), Collector) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_port}"
+        assert otel.export(run(), endpoint=f"{address}/v1/traces") == 3
+        assert taken
+        assert taken[0] > 500
+        with pytest.raises(PerflabError, match="did not take"):
+            otel.export(run(), endpoint=f"{address}/elsewhere")
+        server.shutdown()

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from opentelemetry.trace import TracerProvider
 
 SCOPE = "perflab"
+BATCH = 512  # spans of one message
+_MISSING = "OpenTelemetry is not installed: pip install 'perflab[otel]'"
 
 
 def attributes(record: RequestRecord, run: Run) -> dict[str, Any]:
@@ -62,16 +64,15 @@ def export(run: Run, provider: TracerProvider | None = None, endpoint: str | Non
 
     The run's monotonic times are put on the wall clock by `ended_at` of its manifest. `endpoint`: an
     OTLP/HTTP address such as http://localhost:4318/v1/traces; the environment's OTEL_* settings where
-    None. Raises PerflabError without the extra.
+    None. Raises PerflabError without the extra, or where the endpoint does not take them.
     """
     try:
         from opentelemetry import trace
         from opentelemetry.trace import SpanKind, Status, StatusCode
     except ImportError:
-        raise PerflabError("OpenTelemetry is not installed: pip install 'perflab[otel]'") from None
-    own = provider is None
-    chosen: Any = _otlp(endpoint) if provider is None else provider
-    tracer = chosen.get_tracer(SCOPE)
+        raise PerflabError(_MISSING) from None
+    sender = _Sender() if provider is None else None
+    tracer = (sender.provider if sender else provider).get_tracer(SCOPE)  # type: ignore[union-attr]
     shift = _wall_shift(run)
     for record in run.requests:
         end = max(filter(None, (record.end_ns, record.last_token_ns, record.sent_ns)))
@@ -91,8 +92,8 @@ def export(run: Run, provider: TracerProvider | None = None, endpoint: str | Non
         if "error.type" in facts:
             span.set_status(Status(StatusCode.ERROR, record.error or str(record.outcome)))
         span.end(end + shift)
-    if own:
-        chosen.shutdown()
+    if sender:
+        sender.send(endpoint)
     return len(run.requests)
 
 
@@ -110,14 +111,30 @@ def _ends(records: Iterable[RequestRecord]) -> list[int]:
     return [record.end_ns or record.sent_ns for record in records]
 
 
-def _otlp(endpoint: str | None) -> TracerProvider:
-    try:
+class _Sender:
+    """Spans kept until all are there, then sent to an OTLP endpoint, so that a failure is known."""
+
+    def __init__(self) -> None:
+        try:
+            from opentelemetry.sdk.resources import Resource
+            from opentelemetry.sdk.trace import TracerProvider as SDKProvider
+            from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+            from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+        except ImportError:
+            raise PerflabError(_MISSING) from None
+        self._kept = InMemorySpanExporter()
+        self.provider = SDKProvider(resource=Resource.create({"service.name": SCOPE}))
+        self.provider.add_span_processor(SimpleSpanProcessor(self._kept))
+
+    def send(self, endpoint: str | None) -> None:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-        from opentelemetry.sdk.resources import Resource
-        from opentelemetry.sdk.trace import TracerProvider as SDKProvider
-        from opentelemetry.sdk.trace.export import BatchSpanProcessor
-    except ImportError:
-        raise PerflabError("OpenTelemetry is not installed: pip install 'perflab[otel]'") from None
-    provider = SDKProvider(resource=Resource.create({"service.name": SCOPE}))
-    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
-    return provider
+        from opentelemetry.sdk.trace.export import SpanExportResult
+
+        exporter = OTLPSpanExporter(endpoint=endpoint)
+        spans = self._kept.get_finished_spans()
+        for start in range(0, len(spans), BATCH):
+            if exporter.export(spans[start : start + BATCH]) is not SpanExportResult.SUCCESS:
+                raise PerflabError(
+                    f"{endpoint or 'the OTLP endpoint'} did not take the spans; is it running?"
+                )
+        exporter.shutdown()
