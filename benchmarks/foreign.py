@@ -126,16 +126,15 @@ def main() -> None:
                     failed[name] = str(error)
             said = failed.get(name) or "; ".join(found[name]["faults"]) or "sound"
             console.print(f"  {name}: {said}", highlight=False, markup=False, soft_wrap=True)
-    names = list(dict.fromkeys(n for f in found.values() for n in f["scraped"]))
     rows = [
         [
             *(name, f["runs"], f["noisy"], " + ".join(f"{s:g}" for s in f["seconds"].values())),
-            *("–" if n not in f["scraped"] else f"{f['scraped'][n]:.4g}" for n in names),
+            *("–" if n not in f["scraped"] else f"{f['scraped'][n]:.4g}" for n in SCRAPED),
             "yes" if not f["faults"] else "NO",
         ]
         for name, f in found.items()
     ]
-    show("perflab's commands against servers", ("", "runs", "noisy", "seconds", *names, "sound"), rows)
+    show("perflab's commands against servers", ("", "runs", "noisy", "seconds", *SCRAPED, "sound"), rows)
     finish({"benchmark": "foreign", "servers": found, "failed": failed})
 
 

@@ -25,7 +25,7 @@ MODEL = HOME / "models" / "smollm2-135m"
 
 
 class Server(NamedTuple):
-    """How one is started; `{port}` and `{threads}` in its command and environment are filled in."""
+    """How one is started; `{port}`, `{threads}` and `{cores}` are filled in."""
 
     name: str
     command: Sequence[str | Path]
@@ -68,7 +68,7 @@ def servers(home: Path = HOME) -> dict[str, Server]:
                 "VLLM_CPU_KVCACHE_SPACE": "1",
                 "VLLM_NO_USAGE_STATS": "1",
                 "HF_HUB_OFFLINE": "1",
-                "OMP_NUM_THREADS": "{threads}",
+                "VLLM_CPU_OMP_THREADS_BIND": "{cores}",
             },
             start_s=300.0,
         ),
@@ -89,7 +89,8 @@ def running(server: Server, threads: int = 2, core: int | None = None) -> Iterat
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    facts = {"port": str(port), "threads": str(threads)}
+    cores = f"0-{threads - 1}" if core is None else str(core)
+    facts = {"port": str(port), "threads": str(threads), "cores": cores}
     environment = os.environ | {name: value.format(**facts) for name, value in server.environment.items()}
     command = [str(word).format(**facts) for word in server.command]
     if core is not None:

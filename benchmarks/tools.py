@@ -3,7 +3,7 @@
 Owns their commands, what their files look like and which of their names mean the same metric. Starts
 no server and compares nothing. `setup.sh` beside the peers' scripts installs the foreign ones.
 
-    python -m benchmarks.tools URL MODEL PROMPTS --users 8 --output-tokens 64 --out DIR    perflab's own run
+    python -m benchmarks.tools URL MODEL PROMPTS --users 8 --out DIR    perflab's own run
 """
 
 from __future__ import annotations
@@ -23,18 +23,21 @@ from benchmarks.contenders import HOME, ROOT, end
 
 FIGURES = {"ttft_ms": "median TTFT, ms", "tpot_ms": "median TPOT, ms", "tokens_per_s": "output tokens/s"}
 
+PROMPT = ("prompt", "text")
+LENGTH = ("output_tokens", "output_tokens_count", "output_length")
+"""What the tools call a prompt and the length of its answer: rows have all of these names."""
+
 
 class Load(NamedTuple):
-    """`users` who each ask the next prompt when they have their answer, until all prompts were asked.
+    """`users` who each ask the next prompt when they have their answer, until all were asked.
 
-    Every answer is to have exactly `output_tokens`. `tokenizer` is the model's directory.
+    `prompts` come with how many tokens each answer is to have. `tokenizer` is the model's directory.
     """
 
     url: str
     model: str
     tokenizer: Path
-    prompts: Sequence[str]
-    output_tokens: int
+    prompts: Sequence[tuple[str, int]]
     users: int
 
 
@@ -99,7 +102,7 @@ def tools(home: Path = HOME) -> dict[str, Tool]:
 def _perflab(load: Load, folder: Path) -> list[str | Path]:
     return [
         *(sys.executable, "-m", "benchmarks.tools", load.url, load.model, folder / "prompts.jsonl"),
-        *("--users", str(load.users), "--output-tokens", str(load.output_tokens), "--out", folder / "run"),
+        *("--users", str(load.users), "--out", folder / "run"),
     ]
 
 
@@ -137,7 +140,7 @@ def _vllm(load: Load, folder: Path) -> list[str | Path]:
             "--num-prompts",
             str(len(load.prompts)),
         ),
-        *("--custom-output-len", str(load.output_tokens), "--max-concurrency", str(load.users)),
+        *("--custom-output-len", "-1", "--max-concurrency", str(load.users)),
         *("--ignore-eos", "--temperature", "0", "--disable-tqdm"),
         *("--save-result", "--result-dir", folder, "--result-filename", "vllm.json"),
     ]
@@ -149,8 +152,8 @@ def _aiperf(load: Load, folder: Path) -> list[str | Path]:
         *("--tokenizer", load.tokenizer, "--use-server-token-count", "--use-legacy-max-tokens"),
         *("--input-file", folder / "prompts.jsonl", "--custom-dataset-type", "single-turn"),
         *("--concurrency", str(load.users), "--request-count", str(len(load.prompts)), "--ui", "none"),
-        *("--extra-inputs", f"max_tokens:{load.output_tokens}", "--extra-inputs", "ignore_eos:true"),
-        *("--extra-inputs", "temperature:0", "--output-artifact-dir", folder / "aiperf"),
+        *("--extra-inputs", "ignore_eos:true", "--extra-inputs", "temperature:0"),
+        *("--output-artifact-dir", folder / "aiperf"),
     ]
 
 
@@ -220,7 +223,7 @@ def run(tool: Tool, load: Load, core: int | None = None, timeout_s: float = 120.
     """
     with tempfile.TemporaryDirectory(prefix="perflab-tool-") as name:
         folder = Path(name)
-        rows = ({"prompt": p, "text": p, "output_tokens_count": load.output_tokens} for p in load.prompts)
+        rows = [dict.fromkeys(PROMPT, text) | dict.fromkeys(LENGTH, length) for text, length in load.prompts]
         (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         command = [str(word) for word in tool.command(load, folder)]
         if core is not None:
@@ -230,7 +233,7 @@ def run(tool: Tool, load: Load, core: int | None = None, timeout_s: float = 120.
             figures = tool.read(folder)
         except (OSError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"its figures cannot be read: {type(error).__name__} {error}") from error
-    wanted = len(load.prompts) * load.output_tokens
+    wanted = sum(length for _, length in load.prompts)
     if figures.completed != len(load.prompts) or figures.output_tokens != wanted:
         answers = f"{figures.completed} of {len(load.prompts)} answers"
         raise ValueError(f"{answers}, {figures.output_tokens:g} of {wanted} tokens")
@@ -264,15 +267,14 @@ def first_model(url: str) -> str:
         return str(json.loads(answer.read())["data"][0]["id"])
 
 
-def measure(url: str, model: str, prompts: Sequence[str], output_tokens: int, users: int) -> Any:
+def measure(url: str, model: str, prompts: Sequence[tuple[str, int]], users: int) -> Any:
     """perflab's run of the load."""
     from perflab.load.workloads import TimedRequest, Workload, asked
     from perflab.studies.service_run import LoadChoice, ServiceChoice
     from perflab.studies.service_run import measure as measured
 
-    params = asked(output_tokens, exact=True)
-    made = (TimedRequest(f"prompt-{i:04d}", prompt, params) for i, prompt in enumerate(prompts))
-    load = LoadChoice(users=users, requests=len(prompts), output_tokens=output_tokens)
+    made = (TimedRequest(f"prompt-{i:04d}", p, asked(n, exact=True)) for i, (p, n) in enumerate(prompts))
+    load = LoadChoice(users=users, requests=len(prompts))
     return measured(ServiceChoice(url, model, "completions"), load, workload=Workload("prompts", tuple(made)))
 
 
@@ -282,13 +284,13 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("prompts", type=Path)
     parser.add_argument("--users", type=int, default=8)
-    parser.add_argument("--output-tokens", type=int, default=64)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     from perflab.studies.store import write_run
 
-    prompts = [json.loads(line)["prompt"] for line in args.prompts.read_text().splitlines()]
-    write_run(args.out, measure(args.url, args.model, prompts, args.output_tokens, args.users))
+    rows = map(json.loads, args.prompts.read_text().splitlines())
+    prompts = [(row[PROMPT[0]], row[LENGTH[0]]) for row in rows]
+    write_run(args.out, measure(args.url, args.model, prompts, args.users))
 
 
 if __name__ == "__main__":

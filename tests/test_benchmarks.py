@@ -194,12 +194,11 @@ def test_each_tools_own_names_become_one_vocabulary(name: str, tmp_path: Path) -
 
 
 def test_every_tool_is_asked_for_the_same_load() -> None:
-    load = tools.Load("http://127.0.0.1:9", "m", Path("/models/m"), ["a"] * 23, 37, 5)
+    load = tools.Load("http://127.0.0.1:9", "m", Path("/models/m"), [("a", 37)] * 23, 5)
     for tool in tools.tools(Path("/home")).values():
         words = " ".join(str(word) for word in tool.command(load, Path("/folder")))
         for said in ("http://127.0.0.1:9", "/folder/prompts.jsonl", "5"):
             assert said in words, tool.name
-        assert ("37" in words) == (tool.name != "guidellm")  # which takes it from the prompts' file
         assert ("23" in words) == (tool.name != "perflab")  # which takes all of them
     assert servers.missing(*tools.tools(Path("/home"))["aiperf"][4:6]) is not None
 
@@ -214,11 +213,14 @@ def scripted_tool(code: str) -> Tool:
 
 
 def test_a_tool_that_fails_or_answers_half_is_told_by_name_of_the_fault() -> None:
-    load = tools.Load("", "m", Path(), ["first", "second"], 3, 1)
+    load = tools.Load("", "m", Path(), [("first", 2), ("second", 4)], 1)
     code = """if True:
         import json
         rows = [json.loads(line) for line in open("prompts.jsonl")]
-        assert [row["prompt"] for row in rows] == ["first", "second"]
+        for said in ("prompt", "text"):
+            assert [row[said] for row in rows] == ["first", "second"]
+        for said in ("output_tokens", "output_tokens_count", "output_length"):
+            assert [row[said] for row in rows] == [2, 4]
         found = dict(completed=2, output_tokens=TOKENS, ttft_ms=1, tpot_ms=2, tokens_per_s=3)
         json.dump(found, open("figures.json", "w"))
     """
@@ -255,6 +257,11 @@ def test_agreement_is_a_difference_within_the_limit_or_an_interval_with_zero(
     assert found["guidellm"]["ttft_ms"]["detectable"] > 0.01
     agreement.table("", found, "real")
     assert "its own TPOT is E2E/N" in capsys.readouterr().out
+    wild = {"perflab": results["perflab"], "aiperf": [figures(t, 400) for t in (50, 100, 200)]}
+    blunt = agreement.differences(wild)["aiperf"]
+    agreement.judge({"aiperf": blunt}, "real")
+    assert blunt["ttft_ms"]["low"] < 0 < blunt["ttft_ms"]["high"]
+    assert not blunt["ttft_ms"]["ok"]  # an interval that hides everything shows nothing
     few = agreement.differences({name: rows[:1] for name, rows in results.items()})
     agreement.judge(few, "real")
     assert not few["guidellm"]["ttft_ms"]["ok"]  # one pair has no interval
