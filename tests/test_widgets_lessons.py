@@ -240,7 +240,7 @@ def test_the_curves_show_what_averages_hide(swept: lessons.Swept) -> None:
 
 def test_the_frontier_leaves_out_what_is_beaten(swept: lessons.Swept) -> None:
     line, points = views.frontier(swept).data
-    assert list(points.text) == ["1", "2", "4", "8"]
+    assert list(points.text) == ["1.00", "2.00", "4.00", "8.00"]
     assert set(zip(line.x, line.y, strict=True)) <= set(zip(points.x, points.y, strict=True))
     assert list(line.x) == sorted(line.x)
     assert list(line.y) == sorted(line.y)

@@ -20,6 +20,10 @@ from perflab.report.figures import finite
 from perflab.widgets import lessons, panels
 from perflab.widgets.lessons import Swept
 
+_MS = [digit * 10**decade for decade in range(6) for digit in (1, 2, 5)]
+TICKS = {"tickvals": _MS, "ticktext": [units.seconds(ms / 1e3, 1) for ms in _MS]}
+"""Of a logarithmic axis of milliseconds; those within its range are shown."""
+
 LINES = (("mean", "#f59e0b", "dash"), ("p50", look.ACCENT, "solid"), ("p99", look.BAD, "solid"))
 
 
@@ -74,7 +78,7 @@ def curves(swept: Swept) -> go.Figure:
         )
     figure.update_xaxes(rangemode="tozero")
     figure.update_xaxes(title_text="requests asked per second", row=2)
-    figure.update_yaxes(type="log", title_text="ms", dtick="D2", row=1)
+    figure.update_yaxes(type="log", title_text="E2E", **TICKS, row=1)
     figure.update_yaxes(title_text="requests/s", rangemode="tozero", row=2)
     return figure
 
@@ -127,7 +131,7 @@ def frontier(swept: Swept) -> go.Figure:
     figure.add_scatter(
         x=[point.rate for point in points],
         y=[1e3 * value if value is not None else None for value in finite(point.p99_s for point in points)],
-        text=[f"{point.level:g}" for point in points],
+        text=[units.number(point.level) for point in points],
         name="requests asked per second",
         mode="markers+text",
         textposition="top center",
@@ -155,7 +159,7 @@ class LimitExplorer:
         self.figure.add_hline(y=1, line={"color": look.ACCENT, "dash": "dash"})
         self.figure.add_vrect(x0=0, x1=0, fillcolor=look.GOOD, opacity=0.12, line_width=0)
         self.figure.update_xaxes(title_text="requests asked per second", rangemode="tozero")
-        self.figure.update_yaxes(type="log", title_text="E2E, ms", dtick="D2")
+        self.figure.update_yaxes(type="log", title_text="E2E", **TICKS)
         self.figure.update_layout(width=panels.WIDTH)
         for control in (self.limit, self.share):
             control.continuous_update = True
