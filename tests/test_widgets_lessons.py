@@ -10,6 +10,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+import plotly.graph_objects as go
 import pytest
 
 from perflab.clock import seconds_to_ns
@@ -266,6 +267,19 @@ def test_a_sweep_keeps_its_requests_in_memory(bench: lessons.Bench) -> None:
     assert list(found.requests) == [8.0, 32.0]
     assert [len(r) for r in found.requests.values()] == [p.samples for p in found.result.usable]
     assert not found.result.out_dir.exists()
+
+
+def test_an_explorer_says_what_went_wrong() -> None:
+    def measure(n: int) -> int:
+        if n == 2:
+            raise PerflabError("no server <answers>")
+        return n
+
+    explorer = panels.Explorer({"n": (1, 2)}, measure, lambda found: go.Figure(), str)
+    explorer.sliders["n"].value = 2
+    assert "no server &lt;answers&gt;" in explorer.caption.value
+    explorer.sliders["n"].value = 1
+    assert ">1<" in explorer.caption.value
 
 
 FAKE = """#!{python}

@@ -7,6 +7,7 @@ Every function displays and returns no widget, so that a cell ends without a rep
 from __future__ import annotations
 
 import html
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Generic, TypeVar
@@ -16,6 +17,7 @@ import plotly.graph_objects as go
 from IPython.display import display
 
 from perflab.clock import NS_PER_S
+from perflab.errors import PerflabError
 from perflab.load.run import RunRecords
 from perflab.measure import metrics
 from perflab.measure.latency import Decomposition
@@ -53,8 +55,9 @@ def note(text: str) -> None:
 
 
 def show(figure: go.Figure) -> None:
-    """A live figure, as wide as the text."""
-    display(go.FigureWidget(figure).update_layout(width=WIDTH))
+    """A figure as wide as the text; as data alone, for a widget would bring all of plotly.js along."""
+    facts = json.loads(figure.update_layout(width=WIDTH).to_json())
+    display({"application/vnd.plotly.v1+json": facts, "text/plain": "a figure"}, raw=True)
 
 
 class Guess:
@@ -230,7 +233,11 @@ class Explorer(Generic[T]):
             self.results[setting] = self.results.pop(setting)  # the newest is the last
         else:
             self.caption.value = card("measuring …", look.MUTED)
-            self.results[setting] = self._measure(*setting)
+            try:
+                self.results[setting] = self._measure(*setting)
+            except PerflabError as error:
+                self.caption.value = card(html.escape(str(error)), look.BAD)
+                return
         self.caption.value = card(self._describe(self.results[setting]))
         self.redraw()
 

@@ -34,7 +34,8 @@ _ADDRESS = re.compile(r"at\s+(http://\S+)/v1")
 
 
 class Server:
-    """`perflab serve` in a process of its own on a free loopback port, ready to answer, until `close`.
+    """`perflab serve` in a process of its own on a free loopback port, ready to answer, until `close`
+    or the end of this process.
 
     With a `url` it starts nothing and stands for the server that is there. Raises PerflabError with
     the process's last words if it does not get ready.
@@ -51,8 +52,9 @@ class Server:
                 [*command, "serve", "--port", "0", "--model", model], stdout=said, stderr=said
             )
             atexit.register(self.close)
-            until, words = time.monotonic() + START_S, ""
-            while self._process.poll() is None and time.monotonic() < until:
+            until, alive = time.monotonic() + START_S, True
+            while alive and time.monotonic() < until:
+                alive = self._process.poll() is None
                 said.seek(0)
                 words = said.read().decode(errors="replace")
                 found = _ADDRESS.search(words)
