@@ -18,7 +18,7 @@ from perflab.measure import latency, metrics, stats
 from perflab.report import look, units
 from perflab.widgets import lessons, panels
 
-TIMEOUT = "time-out (dynamic), ms"
+TIMEOUT = "time-out, ms"
 WAITS, PROMPT, DECODE, KEPT = look.SEGMENT_COLOURS["queue"], "#1d4ed8", "#93c5fd", "#d5dae2"
 
 
@@ -62,6 +62,7 @@ def sizes(runs: Mapping[int, Sequence[RunRecords]]) -> go.Figure:
         )
     look.style(figure, 360, margin={"t": 64}, legend={"y": -0.2, "yanchor": "top"})
     figure.update_layout(margin={"b": 90})
+    figure.update_annotations(font={"size": 13, "color": look.INK})
     figure.update_xaxes(title_text="requests in a step", tickvals=requests, rangemode="tozero")
     reach = 1.15 * max(estimate.high or estimate.value or 0.0 for estimate in rates)
     figure.update_yaxes(title_text="output tokens/s", range=[0, reach], col=1)
