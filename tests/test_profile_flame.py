@@ -74,10 +74,10 @@ def test_collapsed_stacks_are_read() -> None:
 @pytest.mark.parametrize(
     ("path", "shown"),
     [
-        ("/home/me/venv/lib/python3.11/site-packages/torch/nn/linear.py", "torch/nn/linear.py"),
+        ("/venvs/me/venv/lib/python3.11/site-packages/torch/nn/linear.py", "torch/nn/linear.py"),
         ("/usr/lib/python3.11/asyncio/tasks.py", "asyncio/tasks.py"),
-        ("/home/me/perflab/perflab/engine/engine.py", "perflab/engine/engine.py"),
-        ("/home/me/work/script.py", "script.py"),
+        ("/venvs/me/perflab/perflab/engine/engine.py", "perflab/engine/engine.py"),
+        ("/venvs/me/work/script.py", "script.py"),
         ("<frozen importlib._bootstrap>", "<frozen importlib._bootstrap>"),
     ],
 )
