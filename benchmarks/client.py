@@ -31,8 +31,8 @@ def rates(url: str, core: int, repeats: int, scale: float) -> dict[str, dict[str
     everyone = tools.tools()
     found = {}
     for name, (tokens, count) in SHAPES.items():
-        prompts = [f"Prompt number {i} of a few words" for i in range(round(count * scale))]
-        load = tools.Load(url, "mock", MODEL, prompts, tokens, USERS)
+        prompts = [(f"Prompt number {i} of a few words", tokens) for i in range(round(count * scale))]
+        load = tools.Load(url, "mock", MODEL, prompts, USERS)
 
         def rate(
             client: str, load: tools.Load = load, each: int = tokens if name == "requests/s" else 1
