@@ -3,7 +3,7 @@
 Owns their commands, what their files look like and which of their names mean the same metric. Starts
 no server and compares nothing. `setup.sh` beside the peers' scripts installs the foreign ones.
 
-    python -m benchmarks.tools URL MODEL PROMPTS --users 8 --out DIR    perflab's own run
+    python -m benchmarks.tools URL MODEL PROMPTS --users 8 --out DIR    perflab's own run; or --rate 2.5
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.contenders import HOME, ROOT, end
 
-FIGURES = {"ttft_ms": "median TTFT, ms", "tpot_ms": "median TPOT, ms", "tokens_per_s": "output tokens/s"}
+FIGURES = {"ttft_ms": "TTFT, ms", "tpot_ms": "TPOT, ms", "tokens_per_s": "output tokens/s"}
 
 PROMPT = ("prompt", "text")
 LENGTH = ("output_tokens", "output_tokens_count", "output_length")
@@ -29,7 +29,7 @@ LENGTH = ("output_tokens", "output_tokens_count", "output_length")
 
 
 class Load(NamedTuple):
-    """`users` who each ask the next prompt when they have their answer, until all were asked.
+    """`users` who each ask the next prompt when they have their answer, or a constant `rate` (requests/s).
 
     `prompts` come with how many tokens each answer is to have. `tokenizer` is the model's directory.
     """
@@ -38,11 +38,15 @@ class Load(NamedTuple):
     model: str
     tokenizer: Path
     prompts: Sequence[tuple[str, int]]
-    users: int
+    users: int = 1
+    rate: float | None = None
 
 
 class Figures(NamedTuple):
-    """What a tool reported of a run, under the field's usual names; notes are its own doubts."""
+    """What a tool reported of a run, under the field's usual names; notes are its own doubts.
+
+    `windowed` is its tokens/s from the first send to the last answer, where it reports another.
+    """
 
     completed: int
     output_tokens: float
@@ -50,6 +54,7 @@ class Figures(NamedTuple):
     tpot_ms: float
     tokens_per_s: float
     notes: Sequence[str] = ()
+    windowed: float | None = None
 
 
 class Tool(NamedTuple):
@@ -82,7 +87,7 @@ def tools(home: Path = HOME) -> dict[str, Tool]:
             "vllm bench",
             lambda load, folder: [vllm, *_vllm(load, folder)],
             read_vllm,
-            "TPOT; TTFT from the call that sends; rate over its own timer around all requests",
+            "TTFT from the call that sends; its rate's timer starts one gap before the first request",
             [vllm],
             "setup.sh vllm",
             {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "WARNING"},
@@ -102,7 +107,8 @@ def tools(home: Path = HOME) -> dict[str, Tool]:
 def _perflab(load: Load, folder: Path) -> list[str | Path]:
     return [
         *(sys.executable, "-m", "benchmarks.tools", load.url, load.model, folder / "prompts.jsonl"),
-        *("--users", str(load.users), "--out", folder / "run"),
+        *(("--rate", str(load.rate)) if load.rate else ("--users", str(load.users))),
+        *("--out", folder / "run"),
     ]
 
 
@@ -113,7 +119,8 @@ def _guidellm(load: Load, folder: Path) -> list[str | Path]:
             "--backend",
             f"kind=openai_http,target={load.url},model={load.model},request_format=/v1/completions",
         ),
-        *("--profile", f"kind=concurrent,streams={load.users}"),
+        "--profile",
+        f"kind=constant,rate={load.rate}" if load.rate else f"kind=concurrent,streams={load.users}",
         *("--constraint", f"kind=max_requests,count={len(load.prompts)}"),
         *("--data", f"kind=json_file,path={folder / 'prompts.jsonl'}"),
         *("--tokenizer", f"kind=hf_auto,model={load.tokenizer}"),
@@ -122,6 +129,7 @@ def _guidellm(load: Load, folder: Path) -> list[str | Path]:
 
 
 def _vllm(load: Load, folder: Path) -> list[str | Path]:
+    users = ("--max-concurrency", str(load.users))  # gaps are gamma, of a shape that is constant in effect
     return [
         *("bench", "serve", "--backend", "openai", "--base-url", load.url, "--endpoint", "/v1/completions"),
         *(
@@ -140,18 +148,21 @@ def _vllm(load: Load, folder: Path) -> list[str | Path]:
             "--num-prompts",
             str(len(load.prompts)),
         ),
-        *("--custom-output-len", "-1", "--max-concurrency", str(load.users)),
+        *("--custom-output-len", "-1"),
+        *(("--request-rate", str(load.rate), "--burstiness", "1e6") if load.rate else users),
         *("--ignore-eos", "--temperature", "0", "--disable-tqdm"),
-        *("--save-result", "--result-dir", folder, "--result-filename", "vllm.json"),
+        *("--save-result", "--save-detailed", "--result-dir", folder, "--result-filename", "vllm.json"),
     ]
 
 
 def _aiperf(load: Load, folder: Path) -> list[str | Path]:
+    users = ("--concurrency", str(load.users))
     return [
         *("profile", "-m", load.model, "--url", load.url, "--endpoint-type", "completions", "--streaming"),
         *("--tokenizer", load.tokenizer, "--use-server-token-count", "--use-legacy-max-tokens"),
         *("--input-file", folder / "prompts.jsonl", "--custom-dataset-type", "single-turn"),
-        *("--concurrency", str(load.users), "--request-count", str(len(load.prompts)), "--ui", "none"),
+        *("--request-count", str(len(load.prompts)), "--ui", "none"),
+        *(("--request-rate", str(load.rate), "--arrival-pattern", "constant") if load.rate else users),
         *("--extra-inputs", "ignore_eos:true", "--extra-inputs", "temperature:0"),
         *("--output-artifact-dir", folder / "aiperf"),
     ]
@@ -195,12 +206,15 @@ def read_guidellm(folder: Path) -> Figures:
 def read_vllm(folder: Path) -> Figures:
     """`vllm bench serve --save-result`."""
     found = json.loads((folder / "vllm.json").read_text())
+    starts = found["start_times"]
+    ends = [start + latency for start, latency in zip(starts, found["latencies"], strict=True)]
     return Figures(
         found["completed"],
         found["total_output_tokens"],
         found["median_ttft_ms"],
         found["median_tpot_ms"],
         found["output_throughput"],
+        windowed=found["total_output_tokens"] / (max(ends) - min(starts)),
     )
 
 
@@ -267,15 +281,19 @@ def first_model(url: str) -> str:
         return str(json.loads(answer.read())["data"][0]["id"])
 
 
-def measure(url: str, model: str, prompts: Sequence[tuple[str, int]], users: int) -> Any:
+def measure(url: str, model: str, prompts: Sequence[tuple[str, int]], users: int, rate: float | None) -> Any:
     """perflab's run of the load."""
     from perflab.load.workloads import TimedRequest, Workload, asked
     from perflab.studies.service_run import LoadChoice, ServiceChoice
     from perflab.studies.service_run import measure as measured
 
-    made = (TimedRequest(f"prompt-{i:04d}", p, asked(n, exact=True)) for i, (p, n) in enumerate(prompts))
-    load = LoadChoice(users=users, requests=len(prompts))
-    return measured(ServiceChoice(url, model, "completions"), load, workload=Workload("prompts", tuple(made)))
+    made = tuple(
+        TimedRequest(f"prompt-{i:04d}", text, asked(length, exact=True), i / rate if rate else 0.0)
+        for i, (text, length) in enumerate(prompts)
+    )
+    load = LoadChoice(requests=len(prompts), rate_per_s=rate, users=None if rate else users)
+    workload = Workload("prompts", made, open_loop=rate is not None)
+    return measured(ServiceChoice(url, model, "completions"), load, workload=workload)
 
 
 def main() -> None:
@@ -284,13 +302,14 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("prompts", type=Path)
     parser.add_argument("--users", type=int, default=8)
+    parser.add_argument("--rate", type=float)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     from perflab.studies.store import write_run
 
     rows = map(json.loads, args.prompts.read_text().splitlines())
     prompts = [(row[PROMPT[0]], row[LENGTH[0]]) for row in rows]
-    write_run(args.out, measure(args.url, args.model, prompts, args.users))
+    write_run(args.out, measure(args.url, args.model, prompts, args.users, args.rate))
 
 
 if __name__ == "__main__":

@@ -168,8 +168,9 @@ RECORDED: dict[str, tuple[str, Any, Figures]] = {
         {
             **{"completed": 16, "failed": 0, "total_output_tokens": 512, "output_throughput": 309.9},
             **{"median_ttft_ms": 102.5, "median_tpot_ms": 10.0, "median_itl_ms": 9.999},
+            **{"start_times": [7.0, 7.4], "latencies": [0.7, 1.2]},
         },
-        Figures(16, 512, 102.5, 10.0, 309.9),
+        Figures(16, 512, 102.5, 10.0, 309.9, windowed=pytest.approx(512 / 1.6)),  # type: ignore[arg-type]
     ),
     "aiperf": (
         "aiperf/profile_export_aiperf.json",
@@ -200,6 +201,9 @@ def test_every_tool_is_asked_for_the_same_load() -> None:
         for said in ("http://127.0.0.1:9", "/folder/prompts.jsonl", "5"):
             assert said in words, tool.name
         assert ("23" in words) == (tool.name != "perflab")  # which takes all of them
+        words = " ".join(str(word) for word in tool.command(load._replace(rate=7.25), Path("/folder")))
+        assert "7.25" in words
+        assert "concurren" not in words
     assert servers.missing(*tools.tools(Path("/home"))["aiperf"][4:6]) is not None
 
 
@@ -251,9 +255,15 @@ def test_agreement_is_a_difference_within_the_limit_or_an_interval_with_zero(
     assert row["difference"] == pytest.approx(-0.1)
     assert (row["least"], row["most"]) == (pytest.approx(356 / 396 - 1), pytest.approx(369.5 / 410 - 1))
     agreement.judge(found, "mock")
-    assert [found["guidellm"][f]["ok"] for f in tools.FIGURES] == [True, True, False]
+    assert [found["guidellm"][f]["verdict"] for f in tools.FIGURES] == ["yes", "yes", "NO"]
     agreement.judge(found, "real")
-    assert [found["guidellm"][f]["ok"] for f in tools.FIGURES] == [True, True, False]
+    assert [found["guidellm"][f]["verdict"] for f in tools.FIGURES] == ["yes", "yes", "NO"]
+    same_window = [f._replace(windowed=f.tokens_per_s / 0.9) for f in results["guidellm"]]
+    defined = agreement.differences({**results, "guidellm": same_window})
+    agreement.judge(defined, "real")
+    assert [defined["guidellm"][f]["verdict"] for f in tools.FIGURES] == ["yes", "yes", "defined"]
+    agreement.table("", defined, "real")
+    assert "by perflab's window: -0.0%" in capsys.readouterr().out.replace("+0.0%", "-0.0%")
     assert found["guidellm"]["ttft_ms"]["detectable"] > 0.01
     agreement.table("", found, "real")
     assert "its own TPOT is E2E/N" in capsys.readouterr().out
@@ -261,10 +271,10 @@ def test_agreement_is_a_difference_within_the_limit_or_an_interval_with_zero(
     blunt = agreement.differences(wild)["aiperf"]
     agreement.judge({"aiperf": blunt}, "real")
     assert blunt["ttft_ms"]["low"] < 0 < blunt["ttft_ms"]["high"]
-    assert not blunt["ttft_ms"]["ok"]  # an interval that hides everything shows nothing
+    assert blunt["ttft_ms"]["verdict"] == "NO"  # an interval that hides everything shows nothing
     few = agreement.differences({name: rows[:1] for name, rows in results.items()})
     agreement.judge(few, "real")
-    assert not few["guidellm"]["ttft_ms"]["ok"]  # one pair has no interval
+    assert few["guidellm"]["ttft_ms"]["verdict"] == "NO"  # one pair has no interval
     assert agreement.differences({}) == {}
 
 
