@@ -11,8 +11,9 @@ import gc
 import select
 import selectors
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
@@ -89,11 +90,22 @@ async def drive(
     run = _Drive(service, encoder, limits, timeout_s, on_progress)
     if not collect:
         return await run.run(workload, pacing or OpenLoop(), beside)
+    with _short_collections():
+        return await run.run(workload, pacing or OpenLoop(), beside)
+
+
+@contextmanager
+def _short_collections() -> Iterator[None]:
+    """No full collection of garbage meanwhile: over a run's records it takes tens of milliseconds, in which
+    nothing is sent. Young objects, where a connection's cycles end, are collected as ever."""
     gc.collect()
     gc.freeze()  # what is there by now need not be looked at again during the run
+    before = gc.get_threshold()
+    gc.set_threshold(1_000, 4, 1_000_000)
     try:
-        return await run.run(workload, pacing or OpenLoop(), beside)
+        yield
     finally:
+        gc.set_threshold(*before)
         gc.unfreeze()
 
 
