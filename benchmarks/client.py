@@ -74,7 +74,8 @@ def main() -> None:
     with mock.running(PORT, cores[0]) as url:
         found = rates(url, cores[1], chosen.repeats, 0.2 if chosen.quick else 1.0)
         reached = sorted(found["requests/s"]["perflab"])[chosen.repeats // 2]
-        late = lateness(url, cores[1], reached / 2)
+        every = sorted(lateness(url, cores[1], reached / 2) for _ in range(chosen.repeats))
+    late = every[len(every) // 2]
     ratios = {name: paired_ratio(by["perflab"], by["guidellm"]) for name, by in found.items()}
     show(
         f"Clients on one core against a mock on another, {USERS} users, median of {chosen.repeats}",
@@ -86,14 +87,14 @@ def main() -> None:
     )
     show(
         "Sending by the clock",
-        ["requests/s", "lateness p99, ms", "below"],
-        [[reached / 2, 1e3 * late, 1e3 * LATE_S]],
+        ["requests/s", "lateness p99, ms", "each", "below"],
+        [[reached / 2, 1e3 * late, " ".join(f"{1e3 * x:.2g}" for x in every), 1e3 * LATE_S]],
     )
     finish(
         {
             "rates": found,
             "ratios": ratios,
-            "lateness_p99_s": late,
+            "lateness_p99_s": every,
             "holds": min(ratios.values()) >= RATIO and late < LATE_S,
         }
     )
