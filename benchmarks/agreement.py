@@ -34,29 +34,35 @@ CONFIDENCE = 0.95  # of all intervals of the real part together
 SERVER_CORE, CLIENT_CORE = 0, 1
 DEFAULT_TOOLS = "guidellm,vllm bench"
 
-Results = dict[str, list[Figures]]  # by tool; a round gives each tool that is still there one
+PATIENCE = 2  # failures of a tool after which it is left out
+Results = dict[str, dict[int, Figures]]  # by tool, then by round
 Differences = dict[str, dict[str, dict[str, Any]]]  # by tool, then by figure
 
 
 def rounds(
     present: Sequence[Tool], number: int, one: Callable[[Tool, int], Figures], failed: dict[str, str]
 ) -> Results:
-    """Everyone in turn, `number` times; who fails once is left out, an interrupt keeps whole rounds."""
-    results: Results = {tool.name: [] for tool in present}
+    """Everyone in turn, `number` times; an interrupt keeps what was measured.
+
+    Who fails misses that round, and is left out after a second failure; `failed` holds the reason.
+    """
+    results: Results = {tool.name: {} for tool in present}
+    failures = dict.fromkeys(results, 0)
     runs = 0
     try:
         for at in range(number):
             for tool in present if at % 2 == 0 else reversed(present):
-                if tool.name in failed:
+                if failures[tool.name] == PATIENCE:
                     continue
                 start, runs = time.perf_counter(), runs + 1
                 try:
                     found = one(tool, runs)
                 except ValueError as error:
+                    failures[tool.name] += 1
                     failed[tool.name] = str(error)
                     said = f"failed: {error}"
                 else:
-                    results[tool.name].append(found)
+                    results[tool.name][at] = found
                     said = f"TTFT {found.ttft_ms:.1f} ms, TPOT {found.tpot_ms:.2f} ms, "
                     said += f"{found.tokens_per_s:.1f} tokens/s"
                     said += "".join(f" [{note}]" for note in found.notes)
@@ -64,8 +70,7 @@ def rounds(
                 console.print(line, highlight=False, markup=False, soft_wrap=True)
     except KeyboardInterrupt:
         console.print("  stopped: what follows is what was measured until now")
-    whole = min((len(r) for name, r in results.items() if name not in failed), default=0)
-    return {name: found[:whole] for name, found in results.items() if name not in failed and whole}
+    return results
 
 
 def differences(results: Results, confidence: float = CONFIDENCE) -> Differences:
@@ -75,26 +80,25 @@ def differences(results: Results, confidence: float = CONFIDENCE) -> Differences
     could have found; `confidence` is that of all intervals together (Bonferroni). `defined` is the
     same for a rate by perflab's window, where the tool's is another.
     """
-    ours = results.get("perflab")
-    others = {name: found for name, found in results.items() if name != "perflab"}
-    if not ours:
-        return {}
-    each = 1 - (1 - confidence) / (len(others) * len(FIGURES) or 1)
+    each = 1 - (1 - confidence) / (max(1, len(results) - 1) * len(FIGURES))
     made: Differences = {}
-    for name, theirs in others.items():
-        made[name] = {}
-        for figure in FIGURES:
-            own = [getattr(found, figure) for found in ours]
-            made[name][figure] = _difference(own, [getattr(found, figure) for found in theirs], each)
-        windowed = [found.windowed for found in theirs if found.windowed]
-        if len(windowed) == len(theirs):
-            own = [found.tokens_per_s for found in ours]
-            made[name]["tokens_per_s"]["defined"] = _difference(own, windowed, each)
+    for name, theirs in results.items():
+        pairs = [(results["perflab"][at], theirs[at]) for at in theirs if at in results["perflab"]]
+        if name == "perflab" or not pairs:
+            continue
+        made[name] = {
+            figure: _difference([(getattr(a, figure), getattr(b, figure)) for a, b in pairs], each)
+            for figure in FIGURES
+        }
+        windowed = [(a.tokens_per_s, b.windowed) for a, b in pairs if b.windowed]
+        if windowed:
+            made[name]["tokens_per_s"]["defined"] = _difference(windowed, each)
     return made
 
 
-def _difference(ours: Sequence[float], theirs: Sequence[float], confidence: float) -> dict[str, Any]:
-    ratios = [y / x for x, y in zip(ours, theirs, strict=True)]
+def _difference(pairs: Sequence[tuple[float, float]], confidence: float) -> dict[str, Any]:
+    ours, theirs = zip(*pairs, strict=True)
+    ratios = [y / x for x, y in pairs]
     compared = stats.compare(ours, theirs, confidence)
     low, high = compared.ratio.low, compared.ratio.high
     return {
@@ -211,7 +215,7 @@ def main() -> None:
         found = differences(results)
         judge(found, part)
         table(title, found, part)
-        figures[part] = {"rounds": len(results.get("perflab", ())), "tools": found, "failed": gone}
+        figures[part] = {"rounds": len(results["perflab"]), "tools": found, "failed": gone}
     finish(figures)
 
 

@@ -247,8 +247,8 @@ def test_agreement_is_a_difference_within_the_limit_or_an_interval_with_zero(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     results = {
-        "perflab": [figures(100, 400), figures(102, 410), figures(99, 396)],
-        "guidellm": [figures(101, 360), figures(101, 369.5), figures(100.5, 356)],
+        "perflab": dict(enumerate([figures(100, 400), figures(102, 410), figures(99, 396), figures(1, 1)])),
+        "guidellm": dict(enumerate([figures(101, 360), figures(101, 369.5), figures(100.5, 356)])),
     }
     found = agreement.differences(results)
     row = found["guidellm"]["tokens_per_s"]
@@ -258,7 +258,10 @@ def test_agreement_is_a_difference_within_the_limit_or_an_interval_with_zero(
     assert [found["guidellm"][f]["verdict"] for f in tools.FIGURES] == ["yes", "yes", "NO"]
     agreement.judge(found, "real")
     assert [found["guidellm"][f]["verdict"] for f in tools.FIGURES] == ["yes", "yes", "NO"]
-    same_window = [f._replace(windowed=f.tokens_per_s / 0.9) for f in results["guidellm"]]
+    same_window = {
+        at: f._replace(windowed=f.tokens_per_s / 0.9 * (1 + 0.001 * (at - 1)))
+        for at, f in results["guidellm"].items()
+    }
     defined = agreement.differences({**results, "guidellm": same_window})
     agreement.judge(defined, "real")
     assert [defined["guidellm"][f]["verdict"] for f in tools.FIGURES] == ["yes", "yes", "defined"]
@@ -267,18 +270,18 @@ def test_agreement_is_a_difference_within_the_limit_or_an_interval_with_zero(
     assert found["guidellm"]["ttft_ms"]["detectable"] > 0.01
     agreement.table("", found, "real")
     assert "its own TPOT is E2E/N" in capsys.readouterr().out
-    wild = {"perflab": results["perflab"], "aiperf": [figures(t, 400) for t in (50, 100, 200)]}
+    wild = {**results, "aiperf": {at: figures(50 * 2**at, 400) for at in range(3)}}
     blunt = agreement.differences(wild)["aiperf"]
     agreement.judge({"aiperf": blunt}, "real")
     assert blunt["ttft_ms"]["low"] < 0 < blunt["ttft_ms"]["high"]
     assert blunt["ttft_ms"]["verdict"] == "NO"  # an interval that hides everything shows nothing
-    few = agreement.differences({name: rows[:1] for name, rows in results.items()})
+    few = agreement.differences({name: {0: rows[0]} for name, rows in results.items()})
     agreement.judge(few, "real")
     assert few["guidellm"]["ttft_ms"]["verdict"] == "NO"  # one pair has no interval
-    assert agreement.differences({}) == {}
+    assert agreement.differences({"perflab": results["perflab"], "aiperf": {}}) == {}
 
 
-def test_tools_take_turns_and_only_whole_rounds_count() -> None:
+def test_tools_take_turns_and_who_fails_twice_is_left_out() -> None:
     present = [scripted_tool("")._replace(name=name) for name in "abc"]
     ran: list[str] = []
 
@@ -286,17 +289,18 @@ def test_tools_take_turns_and_only_whole_rounds_count() -> None:
         ran.append(tool.name)
         if tool.name == "b" and number > 3:
             raise ValueError("gone")
-        if number == 9:
+        if number == 12:
             raise KeyboardInterrupt
         return figures(number, number)
 
     failed: dict[str, str] = {}
     results = agreement.rounds(present, 9, one, failed)
-    assert "".join(ran) == "abc" + "cba" + "ac" + "c"
+    assert "".join(ran) == "abc" + "cba" + "abc" + "ca" + "a"
     assert failed == {"b": "gone"}
-    assert {name: [found.ttft_ms for found in rows] for name, rows in results.items()} == {
-        "a": [1, 6, 7],
-        "c": [3, 4, 8],
+    assert {name: {at: found.ttft_ms for at, found in rows.items()} for name, rows in results.items()} == {
+        "a": {0: 1, 1: 6, 2: 7, 3: 11},
+        "b": {0: 2},
+        "c": {0: 3, 1: 4, 2: 9, 3: 10},
     }
 
 
