@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import gc
 import json
 import os
 import random
@@ -192,6 +193,7 @@ def main() -> None:
     Connection.ttft, Connection.gap, Connection.jitter = chosen.ttft, chosen.gap, chosen.jitter
     from perflab.load.drive import new_loop
 
+    gc.disable()  # it lives for minutes; a collection would look like a slow server
     with contextlib.suppress(KeyboardInterrupt), asyncio.Runner(loop_factory=new_loop) as runner:
         runner.run(serve(chosen.port))
 
