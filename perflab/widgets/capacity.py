@@ -152,7 +152,8 @@ class LimitExplorer:
         self.limit = panels.slider("limit, ms", limits_ms, limits_ms[len(limits_ms) // 2])
         self.share = panels.slider("must meet it, %", shares, shares[-2])
         self.caption = widgets.HTML(layout=panels.WIDE)
-        self.figure = go.FigureWidget(look.style(go.Figure(), 380))
+        self.canvas = panels.Canvas()
+        self.figure = look.style(go.Figure(), 380, showlegend=True)
         self.figure.add_scatter(
             x=list(swept.requests), name="slowest of them", mode="lines+markers", line={"color": look.BAD}
         )
@@ -160,7 +161,6 @@ class LimitExplorer:
         self.figure.add_vrect(x0=0, x1=0, fillcolor=look.GOOD, opacity=0.12, line_width=0)
         self.figure.update_xaxes(title_text="requests asked per second", rangemode="tozero")
         self.figure.update_yaxes(type="log", title_text="E2E", **TICKS)
-        self.figure.update_layout(width=panels.WIDTH)
         for control in (self.limit, self.share):
             control.continuous_update = True
             control.observe(self.update, names="value")
@@ -174,16 +174,14 @@ class LimitExplorer:
             1e3 * stats.percentile_value(metrics.samples(requests, metrics.e2e_s), min(share / 100, 0.9999))
             for requests in self._swept.requests.values()
         ]
-        with self.figure.batch_update():
-            self.figure.data[0].y = finite(slowest)
-            self.figure.data[0].name = f"{share:g} % are faster"
-            line, area = self.figure.layout.shapes
-            line.y0 = line.y1 = limit_ms
-            area.x1 = level
-            self.figure.layout.showlegend = True
+        self.figure.data[0].update(y=finite(slowest), name=f"{share:g} % are faster")
+        line, area = self.figure.layout.shapes
+        line.update(y0=limit_ms, y1=limit_ms)
+        area.update(x1=level)
+        self.canvas.draw(self.figure)
         most = self._swept.result.saturation
         told = f"<b>Capacity: {units.number(level)} requests/s</b>" if level else "<b>No level meets this</b>"
-        if level and most:
+        if most and 0 < level <= most:  # a short run can end well beyond what lasts
             told += f", {units.percent(level / most, 0)} of the most that was completed"
         self.caption.value = panels.card(told + (f"; {found.reason}." if found.reason else "."))
 
@@ -195,6 +193,6 @@ def explore_limit(
 ) -> LimitExplorer:
     """Sliders over limit and share; nothing is run again, because every request was kept."""
     panel = LimitExplorer(swept, limits_ms, shares)
-    display(widgets.VBox([panel.limit, panel.share, panel.caption, panel.figure]))
+    display(widgets.VBox([panel.limit, panel.share, panel.caption, panel.canvas]))
     panel.update()
     return panel

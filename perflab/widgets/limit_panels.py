@@ -118,14 +118,14 @@ class FloorExplorer:
         self._sizes, self._limits, self._kv = sizes, limits, kv
         self.context = panels.slider("context, tokens", contexts)
         self.requests = panels.slider("requests", BATCHES)
-        self.figure = go.FigureWidget(look.style(go.Figure(), 340))
+        self.canvas = panels.Canvas()
+        self.figure = look.style(go.Figure(), 340)
         self.caption = widgets.HTML(layout=panels.WIDE)
         for weights in limits.operations_per_s:
             self.figure.add_scatter(x=BATCHES, name=weights, mode="lines+markers")
         self.figure.add_vline(x=1, line={"color": look.MUTED, "dash": "dot"})
         self.figure.update_xaxes(type="log", title_text="requests in a step", tickvals=BATCHES)
         self.figure.update_yaxes(title_text="tokens/s at most", rangemode="tozero")
-        self.figure.update_layout(width=panels.WIDTH)
         for control in (self.context, self.requests):
             control.observe(self.update, names="value")
 
@@ -133,17 +133,15 @@ class FloorExplorer:
         """Compute what the sliders say, and draw."""
         context, chosen = self.context.value, self.requests.value
         lines = []
-        with self.figure.batch_update():
-            for trace in self.figure.data:
-                weights = trace.name
-                ceilings = self._limits.of(weights)
-                floors = [
-                    floor(decode(self._sizes, n, context, weights, self._kv), ceilings) for n in BATCHES
-                ]
-                trace.y = [n / least.seconds for n, least in zip(BATCHES, floors, strict=True)]
-                here = floors[BATCHES.index(chosen)]
-                lines.append(f"<b>{weights}</b>: {units.seconds(here.seconds)} a step, bound by {here.binds}")
-            self.figure.layout.shapes[0].x0 = self.figure.layout.shapes[0].x1 = chosen
+        for trace in self.figure.data:
+            weights = trace.name
+            ceilings = self._limits.of(weights)
+            floors = [floor(decode(self._sizes, n, context, weights, self._kv), ceilings) for n in BATCHES]
+            trace.y = [n / least.seconds for n, least in zip(BATCHES, floors, strict=True)]
+            here = floors[BATCHES.index(chosen)]
+            lines.append(f"<b>{weights}</b>: {units.seconds(here.seconds)} a step, bound by {here.binds}")
+        self.figure.layout.shapes[0].update(x0=chosen, x1=chosen)
+        self.canvas.draw(self.figure)
         self.caption.value = panels.card(f"{chosen} × {context} tokens. " + "; ".join(lines))
 
 
@@ -152,6 +150,6 @@ def explore_floor(
 ) -> FloorExplorer:
     """Sliders over context and requests; the floor follows at once."""
     panel = FloorExplorer(sizes, limits, kv, contexts)
-    display(widgets.VBox([panel.context, panel.requests, panel.caption, panel.figure]))
+    display(widgets.VBox([panel.context, panel.requests, panel.caption, panel.canvas]))
     panel.update()
     return panel

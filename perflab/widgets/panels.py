@@ -54,10 +54,32 @@ def note(text: str) -> None:
     display(_html(card(html.escape(text))))
 
 
-def show(figure: go.Figure) -> None:
-    """A figure as wide as the text; as data alone, for a widget would bring all of plotly.js along."""
+def _as_data(figure: go.Figure) -> dict[str, Any]:
+    """A figure as data for the notebook's own renderer, as wide as the text.
+
+    A FigureWidget brings all of plotly.js along, and where that takes more than two seconds to load,
+    anywidget drops what was sent meanwhile: the figure stays empty.
+    """
     facts = json.loads(figure.update_layout(width=WIDTH).to_json())
-    display({"application/vnd.plotly.v1+json": facts, "text/plain": "a figure"}, raw=True)
+    return {"application/vnd.plotly.v1+json": facts, "text/plain": "a figure"}
+
+
+def show(figure: go.Figure) -> None:
+    """A figure in the flow of a lesson."""
+    display(_as_data(figure), raw=True)
+
+
+class Canvas(widgets.Output):
+    """A widget that shows a figure until it is given the next one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.figure = go.Figure()
+
+    def draw(self, figure: go.Figure) -> None:
+        self.figure = figure
+        shown = {"output_type": "display_data", "data": _as_data(figure), "metadata": {}}
+        self.outputs = (shown,)
 
 
 class Guess:
@@ -221,7 +243,7 @@ class Explorer(Generic[T]):
         self._measure, self._draw, self._describe = measure, draw, describe
         self.results: dict[tuple[Any, ...], T] = {}
         self.sliders = {name: slider(name, values, start.get(name)) for name, values in sliders.items()}
-        self.figure = go.FigureWidget(look.style(go.Figure(), 260))
+        self.canvas = Canvas()
         self.caption = _html("")
         for control in self.sliders.values():
             control.observe(self.update, names="value")
@@ -243,18 +265,18 @@ class Explorer(Generic[T]):
 
     def redraw(self, change: Any = None) -> None:
         """Draw what was measured."""
-        drawn = self._draw(dict(list(self.results.items())[-MOST_BARS:]))
-        with self.figure.batch_update():
-            self.figure.data = []
-            self.figure.add_traces(drawn.data)
-            self.figure.layout = drawn.layout
-            self.figure.layout.width = WIDTH
+        self.canvas.draw(self._draw(dict(list(self.results.items())[-MOST_BARS:])))
+
+    @property
+    def figure(self) -> go.Figure:
+        """What is shown."""
+        return self.canvas.figure
 
 
 def explore(explorer: Explorer[Any], *beside: widgets.Widget) -> None:
     """Show an explorer, other controls beside its sliders, with its first setting measured."""
     controls = widgets.HBox([widgets.VBox(list(explorer.sliders.values())), *beside])
-    display(widgets.VBox([controls, explorer.caption, explorer.figure]))
+    display(widgets.VBox([controls, explorer.caption, explorer.canvas]))
     explorer.update()
 
 
