@@ -6,6 +6,7 @@ import asyncio
 import random
 import tracemalloc
 from collections import deque
+from concurrent.futures import Future
 from itertools import pairwise
 
 import numpy as np
@@ -105,6 +106,23 @@ async def test_an_id_may_be_used_again_at_once_after_its_stream_was_left(n: int)
             again = await collect(engine, request("same", [3] * 5, params=endless()))
             assert again == alone([3] * 5, 150, frozenset())
         await settled(engine)
+        assert engine.num_streams == 0
+    assert_empty(engine.engine)
+
+
+async def test_a_late_answer_to_a_cancel_does_not_end_the_next_request_of_that_name(monkeypatch) -> None:
+    answer: Future[list[str]] = Future()
+    async with AsyncEngine(wall_engine(num_blocks=512)) as engine:
+        async with engine.open(request("a", [1] * 5, params=endless())) as first:
+            await anext(first)
+            with monkeypatch.context() as patch:
+                patch.setattr(engine._thread, "call", lambda command: answer)
+                first.leave()  # the request ends by itself before the engine hears of this
+        await asyncio.wait_for(first.over.wait(), 10)
+        async with engine.open(request("a", [2] * 5, params=endless())) as second:
+            answer.set_result(["a"])
+            tokens = [token async for events in second for event in events for token in event.token_ids]
+        assert tokens == alone([2] * 5, 150, frozenset())
         assert engine.num_streams == 0
     assert_empty(engine.engine)
 

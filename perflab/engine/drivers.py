@@ -180,17 +180,17 @@ class AsyncEngine:
         def cancelled(unknown: Future[list[str]]) -> None:
             if self._loop is not None:
                 with suppress(RuntimeError):  # the loop was closed
-                    self._loop.call_soon_threadsafe(self._forget, unknown.result())
+                    self._loop.call_soon_threadsafe(self._forget, deliveries, unknown.result())
 
         try:
             self._thread.call(cancel).add_done_callback(cancelled)
         except EngineStopped:
-            self._forget(deliveries.ids)
+            self._forget(deliveries, deliveries.ids)
 
-    def _forget(self, request_ids: Sequence[str]) -> None:
+    def _forget(self, deliveries: Deliveries, request_ids: Sequence[str]) -> None:
         for request_id in request_ids:
-            deliveries = self._streams.pop(request_id, None)
-            if deliveries is not None:
+            if self._streams.get(request_id) is deliveries:  # else it ended before, and the id went on
+                del self._streams[request_id]
                 deliveries.ended(request_id)
 
     def _post(self, events: list[TokenEvent]) -> None:
@@ -205,7 +205,7 @@ class AsyncEngine:
             if deliveries is not None:
                 deliveries.put(event)
                 if event.finish_reason is not None:
-                    self._forget((event.request_id,))
+                    self._forget(deliveries, (event.request_id,))
 
 
 class Deliveries:
