@@ -179,6 +179,15 @@ class LocalExecutor:
 
     def score(self, token_ids: list[int]) -> Tensor:
         """Next-token logits at every position, fp32 [len(token_ids), vocabulary], without KV memory."""
+        return self._alone(token_ids).logits.float().clone()
+
+    def states(self, token_ids: list[int]) -> Tensor:
+        """What goes into the head at every position, fp32 [len(token_ids), hidden], likewise."""
+        hidden = self._alone(token_ids).hidden
+        assert hidden is not None, "the model has no head of its own"
+        return hidden.float()
+
+    def _alone(self, token_ids: list[int]) -> RunnerOutput:
         count = len(token_ids)
         batch = Batch(
             token_ids=np.array(token_ids, np.int64),
@@ -190,7 +199,7 @@ class LocalExecutor:
             sample_rows=list(range(count)),
             sample_start=[0, count],
         )
-        return self._forward(batch, None).logits.float().clone()
+        return self._forward(batch, None)
 
 
 class TorchForward:

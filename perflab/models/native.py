@@ -89,7 +89,7 @@ class NativeRunner:
         self.kv_shape = KVShape(len(shape.windows), shape.kv_heads, shape.head_dim, shape.head_dim)
         self.vocab_size: int = shape.vocabulary
         self.max_positions = min(model.max_model_len, shape.positions)
-        self._model, self._layers = _structure(shape, self._arrays)
+        self._model, self._layers = structure(shape, self._arrays)
         self._lock = threading.Lock()
         self._buffers = _Buffers()
 
@@ -150,7 +150,7 @@ def _packed(
     return shape, arrays
 
 
-def _structure(shape: Shape, arrays: Mapping[str, np.ndarray]) -> tuple[kernels.Model, Any]:
+def structure(shape: Shape, arrays: Mapping[str, np.ndarray]) -> tuple[kernels.Model, Any]:
     """The C structures over the arrays, which must outlive them."""
 
     def matrix(name: str, format: str, n: int, k: int) -> kernels.Matrix:
