@@ -6,6 +6,7 @@ Owns which values are legal together. Knows no torch: sizes come in as numbers.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType, UnionType
@@ -38,9 +39,11 @@ POSITIVE = (
     "block_size",
     "num_blocks",
     "kv_bytes",
+    "max_draft_tokens",
     "num_threads",
     "keep_records",
 )
+DRAFTERS = ("off", "ngram", "head", "head+ngram")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +65,12 @@ class EngineConfig:
     attention: of the torch runner. `eager` and `sdpa` work one request at a time and are the
         reference; `batched` takes all rows of a step together; `native` reads the KV pool in place.
     packed_linears: of the torch runner: weights reordered for oneDNN.
+    drafter: who guesses the next tokens, which one step then verifies together: `ngram` looks them up in
+        the request's own text, `head` is a small trained head on the model, `head+ngram` both,
+        `model:NAME` a smaller model with the same tokenizer. What comes out is the same without one.
+    max_draft_tokens: the longest guess. `adaptive_draft` shortens it where that is faster, down to none.
+    forced_acceptance: the share of guesses to take whatever the model says. It shows what the engine
+        would do with such a drafter; the output is then not the model's.
     num_threads: of native kernels and torch; None takes torch's number.
     max_num_batched_tokens: token budget of a step; a longer prompt is computed in chunks unless
         `chunked_prefill` is off.
@@ -91,6 +100,10 @@ class EngineConfig:
     kv_dtype: KVDtype = "model"
     attention: Attention = "batched"
     packed_linears: bool = True
+    drafter: str = "off"
+    max_draft_tokens: int = 4
+    adaptive_draft: bool = True
+    forced_acceptance: float | None = None
     num_threads: int | None = None
     seed: int = 0
     keep_records: int = 100_000
@@ -111,6 +124,10 @@ class EngineConfig:
             raise ConfigError(
                 f"kv_dtype={self.kv_dtype!r} needs native kernels: set attention='native' or runner='auto'"
             )
+        if self.drafter not in DRAFTERS and not re.fullmatch("model:.+", self.drafter):
+            raise ConfigError(f"drafter={self.drafter!r}: choose one of {', '.join(DRAFTERS)}, model:NAME")
+        if self.forced_acceptance is not None and not 0 <= self.forced_acceptance <= 1:
+            raise ConfigError(f"forced_acceptance={self.forced_acceptance}: must be a share, from 0 to 1")
         if self.batch_timeout_s < 0 or self.ageing_s <= 0:
             raise ConfigError(
                 f"batch_timeout_s={self.batch_timeout_s} must be 0 or more, ageing_s={self.ageing_s} above 0"

@@ -188,6 +188,11 @@ class RequestRecord:
     attempts: int = 1  # sends, retries among them; the time of all is in the record
     session_id: str | None = None
     turn: int = 0  # within the session
+    # Draft tokens by their place in a draft: proposed, reached (all before it accepted), accepted.
+    draft_proposed: list[int] = field(default_factory=list)
+    draft_reached: list[int] = field(default_factory=list)
+    draft_accepted: list[int] = field(default_factory=list)
+    forced_acceptance: float | None = None  # drafts were taken at this rate: not the model's output
 
 
 @dataclass(slots=True)
@@ -210,7 +215,7 @@ class StepRecord:
     delivered_ns: int = 0
     rows: int = 0  # requests with tokens in the step
     prefill_tokens: int = 0  # pending tokens of rows that had more than their newest one to compute
-    decode_tokens: int = 0
+    decode_tokens: int = 0  # of the other rows, guesses to be verified among them
     sampled_tokens: int = 0
     running: int = 0
     waiting: int = 0
@@ -220,6 +225,11 @@ class StepRecord:
     preempted: int = 0
     failed_rows: int = 0
     handed_ns: int = 0
+    draft_tokens: int = 0  # of `decode_tokens`: guesses that the step verified
+    accepted_tokens: int = 0  # of these
+    draft_ns: int = 0  # within [start, planned): the drafter's guessing
+    verify_ns: int = 0  # [forwarded, sampled) of a step with drafts: drawing and comparing
+    rollback_ns: int = 0  # within [sampled, committed): the drafter drops what was rejected
 
 
 class Sample(NamedTuple):

@@ -18,7 +18,8 @@ class Batch:
 
     token_ids, positions: int64 [T]. block_tables: per row, the blocks that hold its first `kv_len[i]`
     positions. sample_rows: indices into T of the positions whose logits are wanted, row after row;
-    row i's are [sample_start[i], sample_start[i+1]) of them.
+    row i's are [sample_start[i], sample_start[i+1]) of them. features: what goes into the head is wanted
+    of every token.
     """
 
     token_ids: np.ndarray
@@ -29,6 +30,7 @@ class Batch:
     block_tables: list[list[int]]
     sample_rows: list[int]
     sample_start: list[int]
+    features: bool = False
 
     def slots(self, block_size: int) -> tuple[np.ndarray, np.ndarray]:
         """Block and offset in it of each token's KV, int64 [T] each."""
@@ -59,7 +61,7 @@ def build_batch(plan: Plan, *, every_row: bool = True) -> Batch:
         else:
             token_ids.extend(seq.tokens[start:end])
         last = len(token_ids)
-        if seq.params.prompt_logprobs is not None:
+        if seq.scores_prompt:
             wanted = count
         else:
             wanted = 1 + max(0, end - len(seq.tokens)) if samples or every_row else 0

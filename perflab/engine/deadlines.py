@@ -8,6 +8,7 @@ from __future__ import annotations
 import heapq
 
 from perflab.engine.sequence import Sequence
+from perflab.errors import DeadlineExceeded
 
 SLACK = 64
 
@@ -45,3 +46,10 @@ class Deadlines:
 
     def __len__(self) -> int:
         return len(self._heap)
+
+
+def late(seq: Sequence, where: str) -> DeadlineExceeded:
+    return DeadlineExceeded(
+        f"{seq.request_id}: deadline passed {where}, with {seq.num_output_tokens} of at most "
+        f"{seq.max_len - seq.num_prompt_tokens} output tokens"
+    )

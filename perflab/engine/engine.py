@@ -16,14 +16,15 @@ import torch
 from perflab.clock import Clock, WallClock
 from perflab.config import EngineConfig
 from perflab.engine.detokenizer import Detokenizer
+from perflab.engine.draft import Drafter, Drafting
 from perflab.engine.executor import Executor, LocalExecutor
 from perflab.engine.health import Health
-from perflab.engine.kv import NoKV, PagedKV
+from perflab.engine.kv import make_kv
 from perflab.engine.logits import check_params
 from perflab.engine.plan import Plan, StepResult
 from perflab.engine.scheduler import Scheduler
-from perflab.engine.sequence import Sequence
-from perflab.errors import EngineStopped, Rejected
+from perflab.engine.sequence import Sequence, check_tokens
+from perflab.errors import ConfigError, EngineStopped, Rejected
 from perflab.models.runners import Runner, make_runner
 from perflab.types import (
     EventRecord,
@@ -66,6 +67,7 @@ class Engine:
         clock: Clock | None = None,
         executor: Executor | None = None,
         runner: Runner | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
         self.model: ServedModel = model
         self.clock: Clock = clock or WallClock()
@@ -87,7 +89,14 @@ class Engine:
         self._records: deque[RequestRecord] = deque(maxlen=config.keep_records)
         self._steps: deque[StepRecord] = deque(maxlen=config.keep_records)
         self.health = Health(self._note)
-        self.scheduler = Scheduler(config, _kv_for(config, model), self._note)
+        self.scheduler = Scheduler(config, make_kv(config, model.fingerprint), self._note)
+        self._drafting: Drafting | None = None
+        if drafter is not None:
+            kv, most = self.scheduler.kv, config.max_draft_tokens
+            self._drafting = Drafting(drafter, kv, self.clock, most, self._note)
+            self.executor.wants_features = drafter.wants_features
+        elif config.drafter != "off":
+            raise ConfigError(f"drafter={config.drafter!r}: pass what `make_drafter` makes of it")
         self._live: dict[str, Sequence] = {}
         self._seeds = random.Random(config.seed)
         self._detokenizer = Detokenizer(model.tokenizer) if model.tokenizer is not None else None
@@ -105,7 +114,7 @@ class Engine:
         params, now = request.params, self.clock.now()
         if self.executor.vocab_size is not None:
             check_params(params, self.executor.vocab_size)
-            _check_tokens(request, self.executor.vocab_size)
+            check_tokens(request, self.executor.vocab_size)
         if params.stop and self._detokenizer is None:
             raise ValueError("stop strings need a tokenizer; this model has none: use stop_token_ids")
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
@@ -143,6 +152,7 @@ class Engine:
             request_class=request.request_class,
             seed=seed,
             deadline_ns=request.deadline_ns,
+            forced_acceptance=self.config.forced_acceptance,
             spans=list(request.spans),
         )
         self._records.append(record)
@@ -218,8 +228,13 @@ class Engine:
         plan = self.scheduler.plan(start)
         if not plan.seqs:
             return self._deliver(self.scheduler.take_ended())
-        record = StepRecord(self._step_index, start, now())
+        record, drafting = StepRecord(self._step_index, start), self._drafting
+        if drafting is not None:
+            drafting.propose(plan, record)
+        record.planned_ns = now()
         result = self.executor.run(plan)
+        if drafting is not None:
+            drafting.observe(plan, result, record)
         events = self.scheduler.commit(plan, result, now())
         record.committed_ns = now()
         events = self._deliver(events)
@@ -266,15 +281,19 @@ class Engine:
             if event.finish_reason is not None:
                 record.end_ns = now
                 del live[event.request_id]
+                if self._drafting is not None:
+                    self._drafting.forget(event.request_id)
         return events
 
     def _add_text(self, event: TokenEvent, seq: Sequence) -> None:
         text = seq.text
         if event.token_ids:
-            event.text = text.push(event.token_ids, match=len(seq.tokens) > seq.min_len)
-            if text.stopped and not seq.is_finished:
-                self.scheduler.finish(seq, "stop", self.clock.now(), announce=False)
-                event.finish_reason = "stop"
+            first = len(seq.tokens) - len(event.token_ids)
+            for place, token in enumerate(event.token_ids, 1):
+                event.text += text.push((token,), match=first + place > seq.min_len)
+                if text.stopped:
+                    self.scheduler.stop_after(seq, event, place, self.clock.now())
+                    break
         if event.finish_reason is not None:
             event.text += text.finish()
             if text.stopped and event.finish_reason == "length":
@@ -301,6 +320,8 @@ class Engine:
         self.last_step = record
 
     def _note(self, kind: str, subject: str, detail: dict[str, Any]) -> None:
+        if kind == "preempted" and self._drafting is not None:
+            self._drafting.forget(subject)
         self._events.append(EventRecord(self.clock.now(), kind, subject, detail))
 
     # -- records -----------------------------------------------------------------------------
@@ -327,24 +348,3 @@ class Engine:
         self.scheduler.check()
         inside = {seq.request_id for seq in (*self.scheduler.running, *self.scheduler.waiting)}
         assert inside <= set(self._live)
-
-
-def _check_tokens(request: Request, vocab_size: int) -> None:
-    for position, token in enumerate(request.prompt_token_ids):
-        if not 0 <= token < vocab_size:
-            raise ValueError(
-                f"{request.request_id}: token id {token} at position {position} is outside the vocabulary "
-                f"of {vocab_size}; was the prompt encoded with another tokenizer?"
-            )
-
-
-def _kv_for(config: EngineConfig, model: ServedModel) -> PagedKV | NoKV:
-    if not config.kv_cache:
-        return NoKV()
-    assert config.num_blocks is not None, "the configuration is not resolved"
-    return PagedKV(
-        config.num_blocks,
-        config.block_size,
-        prefix_cache=config.prefix_cache,
-        keys=(("model", model.fingerprint),),
-    )

@@ -7,7 +7,8 @@ deferred row means.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
@@ -21,18 +22,23 @@ from perflab.engine.batch import Batch, build_batch
 from perflab.engine.kv_tensors import KVTensors
 from perflab.engine.native import NativeAttention, NativeForward
 from perflab.engine.plan import Plan, StepResult
-from perflab.engine.sampler import prompt_logprobs, sample
+from perflab.engine.sampler import prompt_logprobs
+from perflab.engine.verify import verify
 from perflab.errors import NotNative, StepFailed
 from perflab.models.kernels import MAX_HEAD_DIM, MAX_SHARED, Team
 from perflab.models.native import NativeRunner
-from perflab.models.runner import Attend, Best, HFRunner, RunnerOutput
+from perflab.models.runner import Attend, HFRunner, RunnerOutput
 from perflab.models.runners import Runner
+
+SCORED_TOKENS = 256
+"""Tokens of one step of `score`: bounds its logits to that many rows at a time."""
 
 Forward = Callable[[Batch, KVTensors | None], RunnerOutput]
 
 
 class Executor(Protocol):
     vocab_size: int | None
+    wants_features: bool  # whether each row's features go into the results
 
     def run(self, plan: Plan) -> StepResult: ...
 
@@ -49,12 +55,21 @@ class LocalExecutor:
     """One process, CPU or CUDA."""
 
     def __init__(
-        self, runner: Runner, kv: KVTensors | None, forward: Forward, clock: Clock, *, can_defer: bool
+        self,
+        runner: Runner,
+        kv: KVTensors | None,
+        forward: Forward,
+        clock: Clock,
+        *,
+        can_defer: bool,
+        forced_acceptance: float | None = None,
     ) -> None:
         self.runner, self.kv = runner, kv
         self._forward = forward
         self._clock = clock
         self._can_defer = can_defer
+        self._forced_acceptance = forced_acceptance
+        self.wants_features = False
         self._every_row = isinstance(runner, HFRunner)  # the other one says by itself what is finite
         self.vocab_size: int | None = runner.vocab_size
 
@@ -76,7 +91,14 @@ class LocalExecutor:
             forward = NativeForward(runner)
         else:
             forward = TorchForward(runner, config.attention, config.num_threads)
-        return cls(runner, kv, forward, clock, can_defer=config.chunked_prefill)
+        return cls(
+            runner,
+            kv,
+            forward,
+            clock,
+            can_defer=config.chunked_prefill,
+            forced_acceptance=config.forced_acceptance,
+        )
 
     def run(self, plan: Plan) -> StepResult:
         result = StepResult(token_ids=[[] for _ in plan.seqs])
@@ -113,6 +135,7 @@ class LocalExecutor:
     def _compute(self, plan: Plan, first_row: int, result: StepResult) -> None:
         now = self._clock.now
         batch = build_batch(plan, every_row=self._every_row)
+        batch.features = self.wants_features
         result.batched_ns = result.batched_ns or now()
         output = self._forward(batch, self.kv)
         if output.logits.device.type == "cuda":
@@ -127,14 +150,10 @@ class LocalExecutor:
         logits = output.logits
         last = [end - 1 for end in batch.sample_start[1:]]
         rows = [row for row, samples in enumerate(plan.samples) if samples]
-        every = len(rows) == logits.shape[0]
-        wanted = logits if every else logits[[last[row] for row in rows]]
-        best = output.best
-        if best is not None and not every:
-            at = [last[row] for row in rows]
-            best = Best([best.token_ids[i] for i in at], [best.finite[i] for i in at])
-        sampled = sample(wanted, [plan.seqs[row] for row in rows], best)
-        bad = {rows[index] for index in sampled.bad_rows}
+        seqs = [plan.seqs[row] for row in rows]
+        starts = [last[row] - len(seq.draft) for row, seq in zip(rows, seqs, strict=True)]
+        found = verify(logits, seqs, starts, output.best, self._forced_acceptance)
+        bad = {rows[index] for index in found.bad_rows}
         partial = [row for row, samples in enumerate(plan.samples) if not samples]
         if partial:
             if output.finite is not None:
@@ -144,15 +163,19 @@ class LocalExecutor:
             bad.update(row for row, ok in zip(partial, finite, strict=True) if not ok)
         for index, row in enumerate(rows):
             if row not in bad:
-                result.token_ids[first_row + row] = [sampled.token_ids[index]]
-                logprob = sampled.logprobs[index]
-                if logprob is not None:
-                    result.logprobs[first_row + row] = [logprob]
+                result.token_ids[first_row + row] = found.token_ids[index]
+                if found.logprobs[index]:
+                    result.logprobs[first_row + row] = found.logprobs[index]
+                if seqs[index].draft:
+                    result.accepted[first_row + row] = found.accepted[index]
         for row in bad:
             result.errors[first_row + row] = StepFailed(
                 f"{plan.seqs[row].request_id}: its logits are not finite, or no token is left to choose; "
                 "check logit_bias, try dtype fp32 or another prompt"
             )
+        if output.features is not None:
+            for row, (start, end) in enumerate(pairwise(batch.query_start)):
+                result.features[first_row + row] = output.features[start:end]
         self._score_prompts(plan, batch, logits, first_row, result)
 
     def _score_prompts(
@@ -160,7 +183,7 @@ class LocalExecutor:
     ) -> None:
         for row, (seq, count) in enumerate(zip(plan.seqs, plan.counts, strict=True)):
             top = seq.params.prompt_logprobs
-            if top is None:
+            if top is None or not seq.scores_prompt:
                 continue
             # Position p's logits score the token at p + 1.
             first = seq.num_computed_tokens + 1
@@ -178,28 +201,41 @@ class LocalExecutor:
         self.score([0])
 
     def score(self, token_ids: list[int]) -> Tensor:
-        """Next-token logits at every position, fp32 [len(token_ids), vocabulary], without KV memory."""
-        return self._alone(token_ids).logits.float().clone()
+        """Next-token logits at every position, fp32 [len(token_ids), vocabulary].
+
+        By steps of `SCORED_TOKENS` over keys and values kept as the engine keeps them, so a narrow
+        `kv_dtype` shows; in memory of its own, so requests that run are left alone.
+        """
+        return torch.cat([out.logits.float().clone() for out in self._alone(token_ids)])
 
     def states(self, token_ids: list[int]) -> Tensor:
         """What goes into the head at every position, fp32 [len(token_ids), hidden], likewise."""
-        hidden = self._alone(token_ids).hidden
-        assert hidden is not None, "the model has no head of its own"
-        return hidden.float()
+        found = [out.hidden for out in self._alone(token_ids)]
+        assert all(hidden is not None for hidden in found), "the model has no head of its own"
+        return torch.cat([hidden.float() for hidden in found if hidden is not None])
 
-    def _alone(self, token_ids: list[int]) -> RunnerOutput:
-        count = len(token_ids)
-        batch = Batch(
-            token_ids=np.array(token_ids, np.int64),
-            positions=np.arange(count),
-            query_start=[0, count],
-            query_len=[count],
-            kv_len=[count],
-            block_tables=[[]],
-            sample_rows=list(range(count)),
-            sample_start=[0, count],
-        )
-        return self._forward(batch, None)
+    def _alone(self, token_ids: list[int]) -> Iterator[RunnerOutput]:
+        """One sequence in steps, all of whose rows are sampled; a step's logits end with the next one."""
+        length, step, kv, table = len(token_ids), SCORED_TOKENS, None, []
+        if self.kv is None:
+            step = length  # nothing is kept from step to step
+        else:
+            table = list(range(-(-length // self.kv.block_size)))
+            kv = self.kv.like(len(table))
+        for start in range(0, length, step):
+            end = min(start + step, length)
+            count = end - start
+            batch = Batch(
+                token_ids=np.array(token_ids[start:end], np.int64),
+                positions=np.arange(start, end),
+                query_start=[0, count],
+                query_len=[count],
+                kv_len=[end],
+                block_tables=[table],
+                sample_rows=list(range(count)),
+                sample_start=[0, count],
+            )
+            yield self._forward(batch, kv)
 
 
 class TorchForward:
@@ -235,6 +271,7 @@ class TorchForward:
             torch.from_numpy(batch.positions)[None].to(device),
             attend,
             torch.tensor(batch.sample_rows, device=device),
+            features=batch.features,
         )
 
 

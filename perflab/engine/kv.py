@@ -11,6 +11,7 @@ from array import array
 from collections import Counter
 from collections.abc import Iterable
 
+from perflab.config import EngineConfig
 from perflab.engine.blocks import BlockPool
 from perflab.engine.sequence import Sequence
 
@@ -61,7 +62,7 @@ class PagedKV:
 
     def find_prefix(self, seq: Sequence) -> list[int]:
         """Blocks of the longest cached prefix; at least one token is left to compute."""
-        if not self.prefix_cache or seq.params.prompt_logprobs is not None:
+        if not self.prefix_cache or seq.scores_prompt:
             return []
         found = []
         for index in range((len(seq.tokens) - 1) // self.block_size):
@@ -106,6 +107,14 @@ class PagedKV:
             seq.block_table.extend(self.pool.allocate(new))
             seq.capacity = len(seq.block_table) * self.block_size
         return True
+
+    def shrink(self, seq: Sequence, num_tokens: int) -> None:
+        """Give back the blocks beyond those of `num_tokens`."""
+        keep = self.blocks_for(num_tokens)
+        if keep < len(seq.block_table):
+            self.pool.release(seq.block_table[keep:])
+            del seq.block_table[keep:]
+            seq.capacity = keep * self.block_size
 
     def register(self, seq: Sequence) -> None:
         """Make the blocks that became full and computed findable."""
@@ -187,6 +196,9 @@ class NoKV:
     def grow(self, seq: Sequence, num_tokens: int) -> bool:
         return True
 
+    def shrink(self, seq: Sequence, num_tokens: int) -> None:
+        pass
+
     def settle(self, seq: Sequence) -> None:
         seq.num_computed_tokens = 0
 
@@ -198,3 +210,16 @@ class NoKV:
 
     def check(self, running: Iterable[Sequence] = ()) -> None:
         assert all(seq.num_computed_tokens == 0 for seq in running)
+
+
+def make_kv(config: EngineConfig, fingerprint: str) -> PagedKV | NoKV:
+    """What a resolved configuration asks for. fingerprint: of the model, whose blocks no other may share."""
+    if not config.kv_cache:
+        return NoKV()
+    assert config.num_blocks is not None, "the configuration is not resolved"
+    return PagedKV(
+        config.num_blocks,
+        config.block_size,
+        prefix_cache=config.prefix_cache,
+        keys=(("model", fingerprint),),
+    )

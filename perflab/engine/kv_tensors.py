@@ -37,6 +37,7 @@ class KVTensors:
         *,
         native: bool = False,
     ) -> None:
+        self._native = native
         sizes = (block_size, shape.key_dim, shape.value_dim)
         self.tiled = native and dtype != torch.int8 and all(size % 16 == 0 for size in sizes)
         self.shape, self.block_size, self.null_block = shape, block_size, num_blocks
@@ -47,6 +48,12 @@ class KVTensors:
             self.key_scale = _zeros(size, torch.float32, device)
             self.value_scale = _zeros(size, torch.float32, device)
         self._heads = torch.arange(shape.kv_heads, device=device)
+
+    def like(self, num_blocks: int) -> KVTensors:
+        """Memory of its own for `num_blocks` blocks, of the same shape, type and order."""
+        return KVTensors(
+            self.shape, num_blocks, self.block_size, self.key.dtype, self.key.device, native=self._native
+        )
 
     def slots(self, block: np.ndarray, offset: np.ndarray) -> Tensor:
         """Flat positions [kv_heads · T] of tokens at (block, offset), int64 [T] each, for `write`."""

@@ -80,23 +80,30 @@ def _first_above(ends: np.ndarray, target: float) -> int:
     return index if index < len(ends) else int(np.searchsorted(ends, ends[-1]))
 
 
-def sample(logits: Tensor, rows: Sequence[SamplingRow], best: Best | None = None) -> SampleResult:
-    """Choose one token for each row of logits [len(rows), vocab], of any float dtype, on any device.
+def sample(
+    logits: Tensor, rows: Sequence[SamplingRow], best: Best | None = None, at: Sequence[int] | None = None
+) -> SampleResult:
+    """Choose one token for each of `rows` from logits [count, vocab], of any float dtype, on any device.
 
-    best: each row's largest logit, where the runner found it on its way.
+    at: the row of the logits that belongs to each of `rows`; None where they lie in the same order.
+    best: the largest logit of each row of the logits, where the runner found it on its way.
 
     Rows that take the most likely token of the raw logits cost one pass over them; each other row
     is worked on by itself. The logits are not changed.
     """
-    assert logits.shape[:-1] == (len(rows),), (tuple(logits.shape), len(rows))
+    if at is None:
+        assert logits.shape[:-1] == (len(rows),), (tuple(logits.shape), len(rows))
+        at = range(len(rows))
     if not rows:
         return SampleResult([], [], [])
-    logits = logits.detach()
     if best is None:
-        best = _best(logits)
-    token_ids, finite = list(best.token_ids), list(best.finite)
+        best = best_of(logits)
+    token_ids, finite = [best.token_ids[i] for i in at], [best.finite[i] for i in at]
     slow = [i for i, row in enumerate(rows) if finite[i] and not _is_argmax(row, token_ids[i])]
-    raw = dict(zip(slow, logits[slow].float().cpu().numpy(), strict=True)) if slow else {}
+    raw: dict[int, FloatRow] = {}
+    if slow:
+        wanted = logits.detach()[[at[i] for i in slow]]
+        raw = dict(zip(slow, wanted.float().cpu().numpy(), strict=True))
 
     logprobs: list[TokenLogprob | None] = [None] * len(rows)
     for i, x in raw.items():
@@ -111,7 +118,9 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow], best: Best | None = None
     return SampleResult(token_ids, logprobs, [i for i, ok in enumerate(finite) if not ok])
 
 
-def _best(logits: Tensor) -> Best:
+def best_of(logits: Tensor) -> Best:
+    """The largest logit of each row."""
+    logits = logits.detach()
     if logits.device.type != "cpu":
         values, indices = logits.max(dim=-1)
         return Best(indices.tolist(), values.isfinite().tolist())

@@ -16,13 +16,13 @@ from operator import attrgetter
 from typing import Any
 
 from perflab.config import EngineConfig
-from perflab.engine.deadlines import Deadlines
+from perflab.engine.deadlines import Deadlines, late
 from perflab.engine.kv import NoKV, PagedKV
 from perflab.engine.limits import StepLimits
 from perflab.engine.plan import Plan, StepResult
 from perflab.engine.queue import WaitingQueue, batch_gate, order_policy
 from perflab.engine.sequence import Sequence
-from perflab.errors import DeadlineExceeded, Rejected
+from perflab.errors import Rejected
 from perflab.types import OUTCOME_OF, FinishReason, Span, TokenEvent
 
 _KEY = attrgetter("key")
@@ -99,6 +99,18 @@ class Scheduler:
         if announce:
             self._ended.append(TokenEvent(seq.request_id, (), finish_reason=reason, error=error))
 
+    def stop_after(self, seq: Sequence, event: TokenEvent, count: int, now: int) -> None:
+        """A stop string was complete after `count` of the event's tokens: what came after them goes."""
+        surplus = len(event.token_ids) - count
+        if surplus:
+            del seq.tokens[-surplus:]
+            event.token_ids = event.token_ids[:count]
+            event.logprobs = event.logprobs and event.logprobs[:count]
+        if not seq.is_finished:
+            self.finish(seq, "stop", now, announce=False)
+        seq.record.output_tokens = seq.num_output_tokens
+        seq.record.finish_reason = event.finish_reason = "stop"
+
     def _end(self, seq: Sequence, reason: FinishReason, now: int, error: Exception | None = None) -> None:
         self.kv.free(seq, discard=reason == "error")
         record = seq.record
@@ -126,13 +138,13 @@ class Scheduler:
         """The next step's rows. Expires deadlines, grows or preempts what runs, lets others in."""
         for seq in self._deadlines.take_late(now) if len(self._deadlines) else ():
             waited = "while running" if seq in self.running else "in the queue"
-            self.finish(seq, "deadline", now, _late(seq, waited))
+            self.finish(seq, "deadline", now, late(seq, waited))
         plan = Plan()
         if self.config.batching == "continuous":
             self._promote(plan, now)
-        budget = self._plan_running(plan, now)
+        plan.room = self._plan_running(plan, now)
         if len(self.waiting) and not (plan.preempted and self.running):
-            self._admit(plan, budget, now)
+            plan.room = self._admit(plan, plan.room, now)
         return plan
 
     def _plan_running(self, plan: Plan, now: int) -> int:
@@ -145,7 +157,7 @@ class Scheduler:
         while row < len(running):
             seq = running[row]
             computed = seq.num_computed_tokens
-            pending = count = len(seq.tokens) + len(seq.draft) - computed
+            pending = count = len(seq.tokens) - computed
             if pending > 1 and not whole:
                 # One token stays for each row behind, so that a long prompt stalls nobody.
                 count = min(pending, max(1, budget - (len(running) - row - 1)))
@@ -202,7 +214,7 @@ class Scheduler:
         reserve = len(self.running) - len(behind) if head.record.preemptions else 0
         return self.kv.fits_without(behind, prefix, len(head.tokens), reserve)
 
-    def _admit(self, plan: Plan, budget: int, now: int) -> None:
+    def _admit(self, plan: Plan, budget: int, now: int) -> int:
         seats = min(
             self._gate.seats(self.waiting, len(self.running), now), self._limits.rows - len(self.running)
         )
@@ -226,6 +238,7 @@ class Scheduler:
             plan.prefill_tokens += count if pending > 1 else 0
             budget -= count
             entered += 1
+        return budget
 
     @staticmethod
     def _waits_for_leader(seq: Sequence) -> bool:
@@ -263,6 +276,7 @@ class Scheduler:
             plan.seqs[row].keep_prompt_logprobs(first, scored)
         for row, (seq, count, new) in enumerate(zip(plan.seqs, plan.counts, result.token_ids, strict=True)):
             if row in result.deferred or row in result.errors:
+                seq.draft = []
                 continue
             computed = seq.num_computed_tokens = seq.num_computed_tokens + count
             if not new:
@@ -284,13 +298,14 @@ class Scheduler:
             if seq.draft:
                 computed = seq.num_computed_tokens = len(tokens) - 1
                 seq.draft = []
+                self.kv.shrink(seq, computed)
             if computed >= seq.next_boundary:
                 settle(seq)
             record = seq.record
             if record.first_token_step < 0:
                 record.first_token_step = step
             record.last_step = step
-            logprobs = result.logprobs.get(row) if result.logprobs else None
+            logprobs = result.logprobs[row][: len(new)] if row in result.logprobs else None
             event = TokenEvent(record.request_id, new, 0, "", reason, logprobs)
             if seq.prompt_logprobs is not None:
                 event.prompt_logprobs, seq.prompt_logprobs = seq.prompt_logprobs, None
@@ -322,17 +337,11 @@ class Scheduler:
         assert not any(seq.is_finished for seq in (*running, *self.waiting))
         assert not any(seq.block_table for seq in self.waiting)
         assert {id(seq) for seq in running}.isdisjoint(id(seq) for seq in self.waiting)
-        assert all(0 <= seq.num_computed_tokens < len(seq.tokens) + len(seq.draft) for seq in running)
+        assert all(0 <= seq.num_computed_tokens < len(seq.tokens) for seq in running)
+        assert not any(seq.draft for seq in (*running, *self.waiting))
         self.kv.check(running)
 
 
 def _close_requeue(seq: Sequence, now: int) -> None:
     spans = seq.record.spans
     spans[-1] = Span("requeue", spans[-1].start_ns, now)
-
-
-def _late(seq: Sequence, where: str) -> DeadlineExceeded:
-    return DeadlineExceeded(
-        f"{seq.request_id}: deadline passed {where}, with {seq.num_output_tokens} of at most "
-        f"{seq.max_len - seq.num_prompt_tokens} output tokens"
-    )

@@ -94,6 +94,11 @@ class Sequence:
         return self.tokens[self.num_prompt_tokens :]
 
     @property
+    def scores_prompt(self) -> bool:
+        """Whether log-probabilities of the prompt are still owed: they come once, with the first token."""
+        return self.params.prompt_logprobs is not None and len(self.tokens) == self.num_prompt_tokens
+
+    @property
     def is_finished(self) -> bool:
         return self.record.outcome is not None
 
@@ -113,3 +118,12 @@ class Sequence:
 
     def __repr__(self) -> str:
         return f"Sequence({self.request_id}, {self.num_computed_tokens}/{len(self.tokens)} computed)"
+
+
+def check_tokens(request: Request, vocab_size: int) -> None:
+    for position, token in enumerate(request.prompt_token_ids):
+        if not 0 <= token < vocab_size:
+            raise ValueError(
+                f"{request.request_id}: token id {token} at position {position} is outside the vocabulary "
+                f"of {vocab_size}; was the prompt encoded with another tokenizer?"
+            )

@@ -67,6 +67,7 @@ class RunnerOutput(NamedTuple):
     hidden: Tensor | None  # [sampled rows, hidden]: what went into the head
     best: Best | None = None  # per sampled row, where it came for free
     finite: list[bool] | None = None  # per request, whether its last token came out finite, likewise
+    features: Tensor | None = None  # [T, hidden]: what goes into the head at every token, where asked for
 
 
 class HFRunner:
@@ -83,6 +84,8 @@ class HFRunner:
         self.module.config._attn_implementation = ATTENTION
         self.packed = packed and can_pack(self.module) and pack_linears(self.module) > 0
         self._hidden: Tensor | None = None
+        self._states: Tensor | None = None
+        self._keeps_states = False
         head = self.module.get_output_embeddings()
         if head is not None:
             head.register_forward_pre_hook(self._keep_hidden)
@@ -93,11 +96,23 @@ class HFRunner:
     def _keep_hidden(self, _module: nn.Module, args: tuple[Tensor, ...]) -> None:
         self._hidden = args[0][0]
 
+    def _keep_states(self, _module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
+        self._states = output[0][0]
+
     @torch.inference_mode()
     def forward(
-        self, input_ids: Tensor, position_ids: Tensor, attention: Attend, sample_rows: Tensor
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        attention: Attend,
+        sample_rows: Tensor,
+        *,
+        features: bool = False,
     ) -> RunnerOutput:
         """input_ids, position_ids: [1, T]; sample_rows: [R] indices into T."""
+        if features and not self._keeps_states:
+            self.module.get_decoder().register_forward_hook(self._keep_states)
+            self._keeps_states = True
         out = self.module(
             input_ids=input_ids,
             position_ids=position_ids,
@@ -106,7 +121,8 @@ class HFRunner:
             perflab_step=attention,
         )
         hidden, self._hidden = self._hidden, None
-        return RunnerOutput(out.logits[0], hidden)
+        states, self._states = self._states, None
+        return RunnerOutput(out.logits[0], hidden, features=states if features else None)
 
     def _probe(self, name: str) -> tuple[KVShape, int]:
         """Run two tokens: learn the KV shape, and meet what is not implemented now, not later."""

@@ -39,6 +39,10 @@ _REQUEST_TYPES: dict[str, pa.DataType] = {
     "count_source": pa.string(),
     "token_ns": pa.list_(pa.int64()),
     "chunk_tokens": pa.list_(pa.int64()),
+    "draft_proposed": pa.list_(pa.int64()),
+    "draft_reached": pa.list_(pa.int64()),
+    "draft_accepted": pa.list_(pa.int64()),
+    "forced_acceptance": pa.float64(),
     "spans": _SPANS,
 }
 REQUEST_SCHEMA = pa.schema([(f.name, _REQUEST_TYPES.get(f.name, pa.int64())) for f in fields(RequestRecord)])
