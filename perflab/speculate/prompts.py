@@ -119,8 +119,8 @@ _DONE = (
 _TONGUES = ("German", "French", "Spanish", "English")
 
 _STARTERS = _parts(
-    "What|How|Why|Who was|When did|Where|Can you|Could you please|Explain|Write|Write a "
-    "Python|Translate|Summarize|"
+    "What|How|Why|Who was|When did|Where|Can you|Could you please|Explain|Write|Write a Python|Translate|"
+    "Summarize|"
     "Summarize the following|Solve|A train|If|Calculate|List|Give me|Describe|Imagine|Compare|What is the|"
     "What are the|How do I|I want to|I need|Tell me|Help me|Create|Design|Rewrite|Classify|Extract|Given|"
     "You are|In the|The following|Here is|Read the|Based on the|Identify|Discuss|Analyze|Hi|Hello|Let|Find|"
@@ -146,9 +146,8 @@ def follow_up(rng: random.Random, text: str) -> Question:
                 f"Write a short summary of this article.\n\n{text}\n\nSummary:",
                 f"{text}\n\nWhat are the main points of the text above?",
                 f"{text}\n\nTL;DR",
-                f"Use the passage to answer the question.\n\nPassage: {text}\n\nQuestion: What does it say about "
-                f""
-                f"the most important reason?\nAnswer:",
+                f"Use the passage to answer the question.\n\nPassage: {text}\n\nQuestion: What does it say "
+                "about the most important reason?\nAnswer:",
                 f"Context:\n[1] {text}\n[2] {_sentences(rng)}\n\nUsing only the context, tell me what it is "
                 f"about.",
                 f"Documents:\n\n1. {_sentences(rng)}\n2. {text}\n\nQuestion: how is this related to {topic}?",
@@ -211,9 +210,8 @@ def _maths(rng: random.Random) -> str:
     a, b, c, d = (rng.randint(2, 60) for _ in range(4))
     return rng.choice(
         (
-            f"{who} has {a + b} {what}. {friend} takes {b} of them and then buys {c} more. How many {what} do "
-            f"they "
-            "have together?",
+            f"{who} has {a + b} {what}. {friend} takes {b} of them and then buys {c} more. How many {what} "
+            "do they have together?",
             f"A {where} sells {what} for ${a} each. {who} buys {c} of them and pays with ${a * c + d}. How "
             f"much "
             "change is there?",
@@ -222,20 +220,17 @@ def _maths(rng: random.Random) -> str:
             "walk in total?",
             f"Solve for x: {a}x + {b} = {a * c + b}.",
             f"What is {a} * {b} + {c}? Show your steps.",
-            f"{who} reads {a} pages a day. A book has {a * b} pages. How many days does it take, and how many "
-            f"if "
-            f"{who} reads {c % 5 + 2} pages more each day?",
+            f"{who} reads {a} pages a day. A book has {a * b} pages. How many days does it take, and how "
+            f"many if {who} reads {c % 5 + 2} pages more each day?",
             f"There are {a * 3} {what} in a box. A third of them are red, {b % 3 + 2} are blue and the rest "
             f"are "
             "green. How many are green?",
             f"A rectangle is {a} cm long and {b} cm wide. What are its area and its perimeter?",
-            f"{who} earns ${a} per hour and works {b} hours a week. After paying ${c} for rent each week, how "
-            f"much "
-            f"is left after {d % 9 + 2} weeks?",
+            f"{who} earns ${a} per hour and works {b} hours a week. After paying ${c} for rent each week, "
+            f"how much is left after {d % 9 + 2} weeks?",
             f"If {a} {what} cost ${a * c}, how much do {b} {what} cost? Think step by step.",
-            f"The temperature was {a} degrees at noon and fell by {c % 7 + 1} degrees every hour. What was it "
-            f"after "
-            f"{d % 8 + 1} hours?",
+            f"The temperature was {a} degrees at noon and fell by {c % 7 + 1} degrees every hour. What was "
+            f"it after {d % 8 + 1} hours?",
             f"What is {a}% of {b * 10}?",
         )
     )
