@@ -262,6 +262,8 @@ def plain(status: str, more: str = ""):
     [
         ("429 Too Many", "rejected"),
         ("503 Full", "rejected"),
+        ("408 Late", "timed_out"),
+        ("504 Late", "timed_out"),
         ("400 Bad", "failed"),
         ("500 Oh", "failed"),
         ("401 No", "failed"),
@@ -273,6 +275,13 @@ def test_statuses(status: str, outcome: str):
     record = only([(7, body)], head=plain(status))
     assert (record.outcome, record.end_ns, record.token_ns) == (outcome, 7 * MS, [])
     assert record.error == f"HTTP {status[:3]}: queue is full"
+
+
+def test_a_deadline_of_the_server_within_a_stream_is_a_timeout():
+    late = sse(error={"message": "past its deadline", "type": "timeout_error", "code": "deadline_exceeded"})
+    record = only([(10, token("w ")), (30, late)])
+    assert (record.outcome, record.finish_reason) == ("timed_out", "deadline")
+    assert (record.token_ns, record.end_ns) == ([10 * MS], 30 * MS), "what came before it is kept"
 
 
 def test_refusing_is_no_way_to_be_fast():

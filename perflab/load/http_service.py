@@ -18,10 +18,11 @@ from perflab.load.http_client import Body, Client, Exchange, Reader
 from perflab.load.prompts import Chat, PromptEncoder
 from perflab.load.sse import Answer, BodyReader, EventReader, dumps, loads, message
 from perflab.load.workloads import TimedRequest
-from perflab.types import OUTCOME_OF, RequestRecord, Span
+from perflab.types import OUTCOME_OF, FinishReason, RequestRecord, Span
 
 PATHS = {"chat": "/chat/completions", "completions": "/completions"}
-REFUSED = (429, 503)
+# What a status says of a request's end; any other one but 200 is an error.
+END_OF: dict[int, FinishReason] = {429: "rejected", 503: "rejected", 408: "deadline", 504: "deadline"}
 """Statuses by which a server that is full refuses a request."""
 
 SHORT = 2_000
@@ -197,7 +198,7 @@ class HTTPService:
             record.finish_reason = answer.end()
             record.error = answer.error
             return None
-        record.finish_reason = "rejected" if exchange.status in REFUSED else "error"
+        record.finish_reason = END_OF.get(exchange.status, "error")
         record.error = f"HTTP {exchange.status}: {_words(refusal.data)}"
         if again and record.finish_reason == "rejected":
             return _seconds(exchange.headers.get("retry-after"), wait_s)

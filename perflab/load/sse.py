@@ -27,6 +27,8 @@ except ImportError:  # the standard library's are slower and do as well
 CUT_OFF = {"length", "max_tokens"}
 BROKEN = {"error", "abort", "cancelled"}
 """Finish reasons, as servers name them, that are no end of the model's own."""
+LATE = {408, 504, "deadline_exceeded", "timeout_error"}
+"""Codes and types of an error that say that the server's time is up."""
 
 
 @dataclass(slots=True)
@@ -43,6 +45,7 @@ class Answer:
     finish_reason: str | None = None
     extra: dict[str, Any] | None = None  # what perflab's own server adds: its spans
     error: str | None = None  # the first one
+    late: bool = False  # that one is a time-out of the server's
     done: bool = False  # `[DONE]` came
     whole: bool = False  # a body that was not streamed: its tokens have no times of their own
 
@@ -78,6 +81,7 @@ class Answer:
             self.usage = usage
             self.extra = chunk.get("perflab")
         if error := chunk.get("error"):
+            self.late = self.late or (self.error is None and is_late(error))
             self.fail(f"error in the stream: {message(error)}")
 
     def end(self) -> FinishReason:
@@ -87,7 +91,7 @@ class Answer:
         elif not self.times:
             self.fail("an answer without a token")
         if self.error:
-            return "error"
+            return "deadline" if self.late else "error"
         return "length" if self.finish_reason in CUT_OFF else "stop"
 
     def counts(self, count: Callable[[str], int] | None = None) -> tuple[list[int], str]:
@@ -191,6 +195,13 @@ def parse(answer: Answer, data: bytes, now_ns: int) -> None:
         answer.add(loads(data), now_ns)
     except (ValueError, AttributeError, TypeError):
         answer.fail(f"malformed JSON in the answer: {data[:80].decode(errors='replace')}")
+
+
+def is_late(error: Any) -> bool:
+    """Whether an error object says that the server gave up for want of time."""
+    return isinstance(error, dict) and not LATE.isdisjoint(
+        value for value in (error.get("code"), error.get("type")) if isinstance(value, (int, str))
+    )
 
 
 def message(error: Any) -> str:
