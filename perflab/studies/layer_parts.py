@@ -141,8 +141,11 @@ class _Watch:
     def add(self, key: tuple[int | None, str], start: int) -> None:
         self.found[key] = self.found.get(key, 0.0) + (self.now() - start) / NS_PER_S
 
-    def forward(self, ids: Any, positions: Any, attention: Attend, sample_rows: Any) -> RunnerOutput:
-        return self.runner.forward(ids, positions, _TimedAttend(attention, self), sample_rows)
+    def forward(
+        self, ids: Any, positions: Any, attention: Attend, sample_rows: Any, *, features: bool = False
+    ) -> RunnerOutput:
+        timed = _TimedAttend(attention, self)
+        return self.runner.forward(ids, positions, timed, sample_rows, features=features)
 
     @contextmanager
     def on(self) -> Iterator[None]:

@@ -14,7 +14,7 @@ import torch
 from perflab.config import EngineConfig
 from perflab.engine.engine import Engine
 from perflab.engine.executor import LocalExecutor
-from perflab.errors import ConfigError
+from perflab.errors import ConfigError, StepFailed
 from perflab.models.runners import Runner
 from perflab.types import Request, SamplingParams, StepRecord
 
@@ -50,12 +50,18 @@ class Steps:
         self._next += 1
 
     def prepare(self, steps: int) -> None:
-        """So that the next `steps` steps are of the stage; for decode, every request is past its prompt."""
+        """So that the next `steps` steps are of the stage; for decode, every request is past its prompt.
+
+        Raises StepFailed where a request ends before that.
+        """
         if self.stage.decode:
             for _ in range(self.stage.rows):
                 self._submit(steps + self.stage.rows + 8)
             while any(r.first_token_ns is None for r in self.engine.records):
                 self.engine.step()
+                for record in self.engine.records:
+                    if record.outcome is not None:
+                        raise StepFailed(f"a step of {self.stage.name} failed: {record.error}")
 
     def step(self) -> StepRecord:
         if not self.stage.decode:
