@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 import tracemalloc
 from collections import deque
 from concurrent.futures import Future
@@ -128,10 +129,14 @@ async def test_a_late_answer_to_a_cancel_does_not_end_the_next_request_of_that_n
 
 
 async def test_an_id_in_use_is_refused_and_its_stream_goes_on() -> None:
-    async with AsyncEngine(wall_engine(num_blocks=512)) as engine:
+    second_was_refused = threading.Event()
+    fake = wall_engine(num_blocks=512)
+    fake.executor.clock.advance = lambda ns: second_was_refused.wait(10)  # or the first could be over by then
+    async with AsyncEngine(fake) as engine:
         async with engine.open(request("a", [1], params=endless())) as first:
             with pytest.raises(ValueError, match="in use"):
                 await collect(engine, request("a", [1], params=endless()))
+            second_was_refused.set()
             tokens = [token async for events in first for event in events for token in event.token_ids]
         assert tokens == alone([1], 150, frozenset())
 

@@ -19,9 +19,11 @@ from perflab.engine.plan import Plan, StepResult
 from perflab.engine.sampler import uniform
 from perflab.errors import ConfigError
 from perflab.models.tiny import tiny
+from perflab.serve.metrics import Metrics
 from perflab.speculate.adaptive import Adaptive
 from perflab.speculate.make import make_engine
 from perflab.speculate.ngram import NgramDrafter
+from perflab.studies.session import EngineMaker
 from perflab.types import Request, SamplingParams
 
 VOCAB = 8  # of the toy distribution
@@ -306,6 +308,19 @@ def test_a_model_that_drafts_for_itself_is_always_right(plain) -> None:
     assert run(engine)[0] == tokens
     proposed = sum(step.draft_tokens for step in engine.steps)
     assert sum(step.accepted_tokens for step in engine.steps) > 0.95 * proposed > 0
+
+
+def test_studies_and_servers_speculate_where_their_configuration_says_so(plain) -> None:
+    model, tokens, _ = plain
+    engine = EngineMaker()(model, config(drafter="ngram", adaptive_draft=False))
+    metrics = Metrics(engine, "tiny")
+    assert run(engine)[0] == tokens
+    said = metrics.text().decode()
+    for name, value in (
+        ("draft", sum(step.draft_tokens for step in engine.steps)),
+        ("accepted", sum(step.accepted_tokens for step in engine.steps)),
+    ):
+        assert f'perflab:spec_decode_num_{name}_tokens_total{{model_name="tiny"}} {float(value)}' in said
 
 
 def test_forced_acceptance_takes_its_share(plain) -> None:

@@ -93,15 +93,15 @@ def serve(
         raise PerflabError(f"{error.name} is missing: pip install 'perflab[serve]'") from error
     bound = listen(host, port)
     with console.status(f"loading {model}") as status:
-        from perflab.engine.engine import Engine
         from perflab.models.load import load
         from perflab.serve.service import Service
+        from perflab.speculate.make import make_engine
 
         loaded = load(
             model, dtype=dtype, device=device, trust_remote_code=trust_remote_code, progress=status.update
         )
         status.update("preparing the engine")
-        service = Service(Engine(loaded, config), name, limits)
+        service = Service(make_engine(loaded, config), name, limits)
     if api_key is None and not _is_loopback(host):
         console.print(f"[yellow]anyone who reaches {host} may use it: set {api_key_env} to a key[/yellow]")
     console.print(f"{service.name} at {url_of(bound)}/v1", highlight=False)

@@ -69,6 +69,8 @@ class Metrics:
         self._preemptions = counter("num_preemptions", "Requests pushed out of memory.").labels(**one)
         self._queries = counter("prefix_cache_queries", "Prompt tokens looked up.").labels(**one)
         self._hits = counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.").labels(**one)
+        self._drafted = counter("spec_decode_num_draft_tokens", "Guesses verified.").labels(**one)
+        self._accepted = counter("spec_decode_num_accepted_tokens", "Guesses that held.").labels(**one)
         self._success = counter("request_success", "Samples that ended, by reason.", "finished_reason")
         self._refused = counter("request_refused", "Requests answered with an error, by code.", "code")
         self._ttft = histogram("time_to_first_token_seconds", "From the request's first byte.", _SECONDS)
@@ -113,6 +115,8 @@ class Metrics:
         for step in steps[max(0, self._seen_step + 1 - steps[0].index) if steps else 0 :]:
             self._iteration.observe(step.prefill_tokens + step.decode_tokens)
             self._preemptions.inc(step.preempted)
+            self._drafted.inc(step.draft_tokens)
+            self._accepted.inc(step.accepted_tokens)
             self._seen_step = step.index
 
     def collect(self) -> Iterator[Metric]:

@@ -93,10 +93,10 @@ class ServiceChoice:
     def make(self) -> Service:
         """A fresh service: a client, or an engine on weights that were packed once."""
         if self.url is None:
-            from perflab.engine.engine import Engine
             from perflab.load.engine_service import EngineService
+            from perflab.speculate.make import make_engine
 
-            return EngineService(Engine(self.loaded, self.config, runner=self.runner))
+            return EngineService(make_engine(self.loaded, self.config, runner=self.runner))
         from perflab.load.http_service import HTTPService
 
         key = os.environ.get(API_KEY)

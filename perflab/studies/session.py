@@ -312,13 +312,13 @@ class EngineMaker:
         self._runners: dict[tuple[object, ...], Any] = {}
 
     def __call__(self, model: Any, config: EngineConfig) -> Any:
-        from perflab.engine.engine import Engine
         from perflab.models.runners import make_runner, runner_key
+        from perflab.speculate.make import make_engine
 
         key = id(model), *runner_key(config)
         if key not in self._runners:
             self._runners[key] = make_runner(model, config)
-        return Engine(model, config, runner=self._runners[key])
+        return make_engine(model, config, runner=self._runners[key])
 
 
 def slug(name: str) -> str:
