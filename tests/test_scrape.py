@@ -44,6 +44,7 @@ def test_known_names_of_a_page_under_ours():
         ('nv_trt_llm_request_metrics{model="m",request_type="active",version="1"} 5', "running", 5.0),
         ('nv_trt_llm_kv_cache_block_metrics{kv_cache_block_type="fraction"} 0.1', "kv_use", 0.1),
         ('perflab:prefix_cache_hits_total{model_name="a\\"b"} 9', "prefix_cache_hits", 9.0),
+        ('vllm:spec_decode_num_accepted_tokens_total{engine="0"} 7', "accepted_tokens", 7.0),
     ],
 )
 def test_servers_of_the_field(line: str, name: str, value: float):

@@ -99,5 +99,6 @@ class EngineService:
             "kind": "engine",
             "model": self.model.name,
             "fingerprint": self.model.fingerprint,
+            "notes": list(self.model.notes),
             "engine": asdict(self.engine.config),
         }

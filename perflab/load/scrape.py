@@ -72,6 +72,14 @@ NAMES: dict[str, tuple[str, ...]] = {
         "vllm:prefix_cache_queries_total",
         "vllm:gpu_prefix_cache_queries_total",
     ),
+    "draft_tokens": (
+        "perflab:spec_decode_num_draft_tokens_total",
+        "vllm:spec_decode_num_draft_tokens_total",
+    ),
+    "accepted_tokens": (
+        "perflab:spec_decode_num_accepted_tokens_total",
+        "vllm:spec_decode_num_accepted_tokens_total",
+    ),
 }
 """Our name of each quantity, and the servers': shares are 0 to 1, totals count from a server's start."""
 

@@ -131,6 +131,8 @@ def _complete(
         yield None, f"{empty} requests were answered without a token: they have no latency"
     if again := sum(r.attempts > 1 for r in records):
         yield None, f"{again} requests were sent more than once; the time of every attempt counts"
+    if forced := sum(r.forced_acceptance is not None for r in records):
+        yield None, f"guesses were accepted by force in {forced} requests: their output is not the model's"
     if left_out:
         yield None, f"{left_out} requests that started before the end of the warm-up are left out"
 

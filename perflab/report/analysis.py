@@ -59,8 +59,9 @@ class Analysis:
 
     @property
     def proven(self) -> list[Summary]:
-        """The variants that are proven faster than the baseline, fastest first."""
-        found = [s for s in self.summaries if s.first is not None and s.first.answer == "faster"]
+        """The variants that are proven faster than the baseline, fastest first; none whose output is not
+        the model's."""
+        found = [s for s in self.summaries if s.first and s.first.answer == "faster" and not s.forced]
         return sorted(found, key=lambda s: -((s.first and s.first.ratio.value) or 0.0))
 
     @property

@@ -23,6 +23,9 @@ GLOSSARY: dict[str, str] = {
     "detectable": "the smallest change that this many paired rounds would find four times out of five.",
     "goodput": "requests that met every limit, in all or per second.",
     "valid run": "a run without any of the named faults; only valid runs are compared.",
+    "speculation": "guessing a request's next tokens, which one step then verifies together; the output "
+    "is that of the model alone.",
+    "draft": "the tokens guessed for one request in one step.",
     "KL divergence": "how much the next-token distribution differs from the reference's; 0 is no difference.",
     "top-1 agreement": "how often the most likely next token is the same as the reference's.",
 }

@@ -172,7 +172,7 @@ def _at_what_cost(base: Summary, other: Summary) -> str:
         words += (
             f" But only {units.percent(after)} of its requests completed, before {units.percent(before)}."
         )
-    return words + (f" Output: {quality_words(other)}." if other.quality is not None else "")
+    return words + (f" Output: {quality_words(other)}." if other.quality is not None or other.forced else "")
 
 
 def _ladder(analysis: Analysis) -> Headline:

@@ -18,7 +18,7 @@ import jinja2
 from plotly.offline import get_plotlyjs
 
 from perflab.errors import StoreError
-from perflab.measure import capacity, metrics, paired, quality
+from perflab.measure import capacity, metrics, paired, quality, speculation
 from perflab.measure.validity import REASONS
 from perflab.report import takeaways, units
 from perflab.report.analysis import Analysis, parts
@@ -27,6 +27,7 @@ from perflab.report.headlines import Headline, headline
 from perflab.report.manifest import about, asked, manifest, notes
 from perflab.report.section import Section
 from perflab.report.sections import sections
+from perflab.report.speculation import speculations
 from perflab.report.summary import Summary, quality_words
 
 __all__ = ["Section", "render", "summary_markdown", "write_report"]
@@ -106,11 +107,13 @@ def formulas(analyses: Sequence[Analysis]) -> dict[str, str]:
     """How the figures that the page holds are defined."""
     kinds = {analysis.kind for analysis in analyses}
     scored = any(s.quality is not None for analysis in analyses for s in analysis.summaries)
+    guessed = any(speculations(analysis.summaries) for analysis in analyses)
     return {
         **metrics.FORMULAS,
         **(capacity.FORMULAS if "sweep" in kinds else {}),
         **({"times as fast, compared in pairs": paired.FORMULA} if "compare" in kinds else {}),
         **(quality.FORMULAS if scored else {}),
+        **(speculation.FORMULAS if guessed else {}),
     }
 
 

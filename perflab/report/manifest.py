@@ -11,6 +11,7 @@ from typing import Any
 
 from perflab.report import units
 from perflab.report.analysis import Analysis
+from perflab.studies.store import Run
 
 ROUTINE = ("kind", "study", "variant", "description", "round", "validity", "noise", "client", "greedy_match")
 """Facts that stand elsewhere in the report, or nowhere."""
@@ -93,8 +94,14 @@ def notes(analyses: Sequence[Analysis]) -> list[str]:
     """What the studies and the models' loaders remark."""
     told = [note for analysis in analyses for note in analysis.study.get("notes", [])]
     for analysis in analyses:
-        told += (analysis.runs[0].manifest.get("model") or {}).get("notes") or []
+        told += model_notes(analysis.runs[0])
     return list(dict.fromkeys(map(str, told)))
+
+
+def model_notes(run: Run) -> list[str]:
+    """What the loader remarked of a run's model, where that ran in this process."""
+    facts = (run.manifest.get(part) or {} for part in ("model", "service"))
+    return [str(note) for part in facts for note in part.get("notes") or []]
 
 
 def flat(facts: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:

@@ -10,9 +10,18 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from perflab.measure.stats import samples_needed
-from perflab.report import figures, figures_service, figures_sweep, tables, tables_service, takeaways
+from perflab.report import (
+    figures,
+    figures_service,
+    figures_sweep,
+    speculation,
+    tables,
+    tables_service,
+    takeaways,
+)
 from perflab.report.analysis import Analysis
 from perflab.report.headlines import headline
+from perflab.report.manifest import model_notes
 from perflab.report.section import Section
 from perflab.report.summary import CLOSE_KL
 from perflab.report.timeline import timeline, worth_showing
@@ -24,7 +33,8 @@ def sections(analysis: Analysis) -> list[Section]:
     """The chapters of one part in reading order."""
     first: dict[str, list[Chapter]] = {"study": [ladder, latency, frontier], "sweep": [sweep, latency]}
     chapters = first.get(analysis.kind, [results, changes, percentiles, frontier])
-    chapters = [*chapters, levels, rates, time, over_time, quality, client, profiles, validity]
+    chapters = [*chapters, levels, rates, time, speculation.chapter, over_time, quality]
+    chapters = [*chapters, client, profiles, validity]
     if analysis.kind == "profile":
         chapters = [profiles, over_time, validity]
     return [section for make in chapters for section in _several(make(analysis))]
@@ -209,9 +219,15 @@ def quality(analysis: Analysis) -> Section | None:
         figures.speed_and_quality(summaries),
         tables.qualities(summaries),
         note="The reference is the same model in fp32 with plain attention and plain weights, "
-        "one request at a time. KL, agreement and perplexity come from whole texts, the greedy match "
-        "from the measured runs themselves.",
+        f"one request at a time{_dequantised(analysis)}. KL, agreement and perplexity come from whole texts, "
+        "the greedy match from the measured runs themselves.",
     )
+
+
+def _dequantised(analysis: Analysis) -> str:
+    """What the reference is itself made of, where the model's file holds quantized weights."""
+    told = [note for note in model_notes(analysis.runs[0]) if note.startswith("weights are dequantised")]
+    return "".join(f"; its own {note}, and what that lost is in no figure here" for note in told)
 
 
 def client(analysis: Analysis) -> Section | None:

@@ -22,6 +22,7 @@ from perflab.types import RequestRecord
 QUANTILES = (0.5, 0.9, 0.99)
 SAME_KL = 1e-4
 CLOSE_KL = 0.02
+NOT_THE_MODELS = "output that is not the model's: guesses were accepted by force"
 
 
 @dataclass(slots=True, eq=False)
@@ -58,7 +59,20 @@ class Summary:
 
     @property
     def description(self) -> str:
-        return str(self.runs[0].manifest.get("description", ""))
+        told = [str(self.runs[0].manifest.get("description", "")), NOT_THE_MODELS if self.forced else ""]
+        return "; ".join(filter(None, told))
+
+    @property
+    def drafter(self) -> str:
+        """Who guessed ahead, as the engine's configuration names it; `off` too where none is known."""
+        facts = self.runs[0].manifest
+        engine = facts.get("engine") or (facts.get("service") or {}).get("engine") or {}
+        return str(engine.get("drafter", "off"))
+
+    @property
+    def forced(self) -> bool:
+        """Whether guesses were accepted at a given rate, so that the output is not the model's."""
+        return any(r.forced_acceptance is not None for run in self.runs for r in run.requests)
 
     @property
     def dtype(self) -> str:
@@ -238,6 +252,8 @@ def interleaved(a: Summary, b: Summary) -> bool:
 
 def quality_words(summary: Summary) -> str:
     """One phrase on a variant's distance from the fp32 reference."""
+    if summary.forced:
+        return NOT_THE_MODELS
     kl, top1 = summary.kl_nats, summary.top1
     if kl is None or top1 is None:
         return "quality not measured"

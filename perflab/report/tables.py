@@ -125,6 +125,8 @@ def ladder(analysis: Analysis) -> Table:
 def _quality(summary: Summary) -> Cell:
     """Top-1 agreement with the reference, the divergence beside it; flagged where it is not close."""
     kl = summary.kl_nats
+    if summary.forced:
+        return Cell("not the model's output", tone="flag")
     if kl is None:
         return Cell(units.MISSING, tone="muted")
     return Cell(

@@ -241,6 +241,8 @@ TOTALS = {
     "preemptions": "preemptions",
     "prefix_cache_hits": "prefix cache hits",
     "prefix_cache_queries": "prefix cache queries",
+    "draft_tokens": "guesses verified",
+    "accepted_tokens": "guesses that held",
 }
 
 

@@ -32,7 +32,7 @@ def ladder(analysis: Analysis) -> str:
         parts.append(
             f"The largest proven step is “{best.name}”: {units.times(comparison.ratio.value)} "
             f"({units.interval(comparison.ratio, units.times)}) the throughput of the rung below"
-            + (f", with {said}" if "different" in said else "")
+            + (f", with {said}" if "different" in said or best.forced else "")
         )
     else:
         parts.append("No step is proven faster than the rung below it")
