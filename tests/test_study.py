@@ -20,6 +20,7 @@ from perflab.measure.validity import Noise
 from perflab.models.tiny import tiny
 from perflab.report.analysis import analyse
 from perflab.report.headlines import headline
+from perflab.speculate.head import head_file
 from perflab.studies import ladder, plan, quality, session, store
 from perflab.studies.define import Study, Variant, load_study_file
 from perflab.studies.store import Run
@@ -252,8 +253,25 @@ def test_the_ladder_adds_one_switch_a_rung(has_native):
     assert not any(
         rungs[0].config[k] for k in ("kv_cache", "prefix_cache", "chunked_prefill", "packed_linears")
     )
-    assert len({r.name for r in rungs}) == (13 if has_native else 9)
-    assert len(ladder.default_study(bf16=False).variants) == (12 if has_native else 8)
+    heads = "draft head and n-gram" in [r.name for r in rungs]
+    assert len({r.name for r in rungs}) == (15 if has_native else 10) + heads
+    assert len(ladder.default_study(bf16=False).variants) == len(rungs) - 1
+
+
+@pytest.mark.parametrize("has_head", [True, False])
+def test_the_ladder_ends_with_the_head_that_the_model_has(monkeypatch, tmp_path, has_head):
+    if has_head:
+        (tmp_path / "draft_head_my-model.safetensors").touch()
+    monkeypatch.setattr(ladder, "head_file", lambda name: head_file(name, (tmp_path,)))
+    for name in ("me/My-Model", str(tmp_path / "My-Model") + "/"):
+        chosen = ladder.default_study(name, bf16=False)
+        assert [v.name for v in chosen.variants][-2 + (not has_head) :] == [
+            "n-gram speculation",
+            *(["draft head and n-gram"] if has_head else []),
+        ]
+        assert (
+            any("My-Model has no draft head: `perflab train-drafter`" in n for n in chosen.notes) != has_head
+        )
 
 
 def test_the_ladder_says_why_it_has_no_native_rungs(has_native):
@@ -263,7 +281,7 @@ def test_the_ladder_says_why_it_has_no_native_rungs(has_native):
 
 
 def test_the_ladder_runs_on_a_real_engine(tmp_path, has_native):
-    chosen = ladder.default_study(quick=True, bf16=False)
+    chosen = ladder.default_study("tiny", quick=True, bf16=False)
     few = replace(chosen, workload=chosen.workload.first(5, 4), repeats=1, min_repeats=1, quality_texts=1)
     result = run_study(few, tmp_path / "s", load_model=lambda name, dtype, device: tiny("llama"))
     assert result.failures == {}
@@ -271,10 +289,14 @@ def test_the_ladder_runs_on_a_real_engine(tmp_path, has_native):
     for one in result.runs:
         assert [r.outcome for r in one.requests] == ["completed"] * 5
         assert one.valid, one.reasons
-        if "int" not in one.variant:
+        if one.manifest["engine"]["weights"] == "model":
             assert one.manifest["greedy_match"]["matched"] == one.manifest["greedy_match"]["compared"]
     kl = {s.name: s.kl_nats for s in analyse([tmp_path / "s"]).summaries}
-    small = [kl.pop(name) for name in ("int8 weights", "int4 weights") if name in kl]
+    small = [kl.pop(name) for name in ("int8 weights", "int4 weights", "int8 KV cache") if name in kl]
+    guessed = {run.variant: run.manifest["greedy_match"] for run in result.runs[-2:]}
+    if has_native:
+        assert guessed["n-gram speculation"] == guessed["int8 KV cache"], "speculation changes no token"
+        assert kl.pop("n-gram speculation") == small.pop()
     assert max(kl.values()) < 1e-6
     assert small == sorted(small), "4 bits are farther from the reference than 8"
     assert all(value > 1e-6 for value in small)

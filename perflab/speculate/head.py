@@ -51,7 +51,7 @@ class HeadDrafter:
     @classmethod
     def of(cls, model: LoadedModel, runner: Runner) -> HeadDrafter:
         """With the head made for `model`. Raises ModelError where there is none."""
-        head = read_head(head_file(model))
+        head = read_head(head_file(model.name))
         if isinstance(runner, NativeRunner):
             return cls(NativeHead(head, runner))
         return cls(TorchHead(head, model))
@@ -129,10 +129,10 @@ class HeadDrafter:
             self._steps.close(text.slot)
 
 
-def head_file(model: LoadedModel, folders: Rows[Path] = (FOLDER,)) -> Path:
-    """The draft head that belongs to a model. Raises ModelError where none was made."""
+def head_file(name: str, folders: Rows[Path] = (FOLDER,)) -> Path:
+    """The draft head that belongs to the model of this name. Raises ModelError where none was made."""
     for folder in folders:
-        path = folder / f"draft_head_{model.name.split('/')[-1].lower()}.safetensors"
+        path = folder / f"draft_head_{name.split('/')[-1].lower()}.safetensors"
         if path.is_file():
             return path
-    raise ModelError(f"{model.name} has no draft head: `perflab train-drafter` makes one")
+    raise ModelError(f"{name} has no draft head: `perflab train-drafter` makes one")

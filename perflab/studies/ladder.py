@@ -7,15 +7,18 @@ trying where there are no native kernels.
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from perflab.errors import ModelError
 from perflab.load.workloads import Workload, synthetic
 from perflab.measure.metrics import SLO
 from perflab.models import kernels
 from perflab.models.linears import PackedLinear, can_pack
 from perflab.models.load import choose_device
+from perflab.speculate.head import head_file
 from perflab.studies.define import Study, Variant
 
 BASE: dict[str, Any] = {
@@ -79,8 +82,22 @@ SMALL_RUNGS: tuple[Rung, ...] = (
         "a scale for 32 weights of a column; the head stays in 8 bits",
         0.03,
     ),
+    ("int8 KV cache", {"kv_dtype": "int8"}, "keys and values in 8 bits, a scale a token and head", 0.03),
 )
-"""Rungs on top of `RUNGS`: the native ones on a CPU that has the kernels, bf16 where it is worth trying."""
+NGRAM_RUNG: Rung = (
+    "n-gram speculation",
+    {"drafter": "ngram"},
+    "what followed the last tokens earlier in the same text is guessed, where that pays",
+    0.03,
+)
+HEAD_RUNG: Rung = (
+    "draft head and n-gram",
+    {"drafter": "head+ngram"},
+    "a small trained head guesses where the text does not repeat itself",
+    0.03,
+)
+"""Rungs on top of `RUNGS`: the native ones on a CPU that has the kernels, bf16 where it is worth trying, the
+head for a model that has one."""
 
 WORTH_TRYING = 0.5
 """bf16 is a rung unless its linear layers run at less than this share of fp32's speed."""
@@ -113,23 +130,27 @@ def default_study(
 ) -> Study:
     """The optimisation ladder of one model, from no cache to the lot.
 
-    Its last rungs take the native kernels; where these are missing, a note says why. quick: a first
-    report in under two minutes, with shorter outputs and fewer rounds. bf16: whether a rung switches from
-    fp32 to bf16; None leaves it out only where there are no native kernels and a short measurement of
-    this machine says that it would be far slower.
+    Its rungs end with native kernels, smaller weights and keys, and speculation; where kernels or a draft
+    head are missing, a note says why. quick: a first report in under two minutes, with shorter outputs and
+    fewer rounds. bf16: whether a rung switches from fp32 to bf16; None leaves it out only where there are
+    no native kernels and a short measurement of this machine says that it would be far slower.
     """
     native = choose_device(device).type == "cpu" and kernels.library() is not None
     gain = bf16_gain(device) if bf16 is None and not native else None
     wanted = bf16 if bf16 is not None else native or (gain or 0.0) > WORTH_TRYING
+    headless = without_head(model)
     rungs = [*RUNGS, *(NATIVE_RUNGS if native else ()), *([BF16_RUNG] if wanted else ())]
+    rungs += [*(SMALL_RUNGS if native else ()), NGRAM_RUNG, *([] if headless else [HEAD_RUNG])]
     variants, switches = [], {**BASE, "dtype": "float32"}
-    for name, change, description, cost in [*rungs, *(SMALL_RUNGS if native else ())]:
+    for name, change, description, cost in rungs:
         switches = {**switches, **change}
         config = {key: value for key, value in switches.items() if key != "dtype"}
         variants.append(Variant(name, config, switches["dtype"], description, cost))
     notes = []
     if not native and choose_device(device).type == "cpu":
         notes.append(f"The ladder ends without native kernels: {kernels.why_missing()}.")
+    if headless:
+        notes.append(f"The ladder ends without a draft head: {headless}.")
     if gain is not None:
         notes.append(
             f"Linear layers ran {gain:.1f}× as fast in bf16 as in fp32 here"
@@ -152,6 +173,15 @@ def default_study(
         description="Each rung adds one optimisation to the rung below it.",
         notes=tuple(notes),
     )
+
+
+def without_head(model: str) -> str:
+    """Why a model, by name or folder, has no draft head; empty where it has one."""
+    try:
+        head_file(Path(model).name)
+    except ModelError as error:
+        return str(error)
+    return ""
 
 
 def bf16_gain(device: str = "auto", rows: tuple[int, ...] = (1, 6, 64), size: int = 1024) -> float:
