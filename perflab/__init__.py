@@ -15,13 +15,14 @@ from perflab.types import EventRecord, Request, RequestRecord, SamplingParams, S
 if TYPE_CHECKING:
     from perflab.engine.drivers import AsyncEngine
     from perflab.engine.engine import Engine
-    from perflab.engine.llm import LLM
     from perflab.models.load import load as load_model
+    from perflab.speculate.make import LLM, make_engine
 
 _FOUND_IN = {
-    "LLM": "perflab.engine.llm",
+    "LLM": "perflab.speculate.make",
     "Engine": "perflab.engine.engine",
     "AsyncEngine": "perflab.engine.drivers",
+    "make_engine": "perflab.speculate.make",
     "load_model": "perflab.models.load",  # `perflab.load` is the package of loads
 }
 
@@ -37,6 +38,7 @@ __all__ = [
     "StepRecord",
     "TokenEvent",
     "load_model",
+    "make_engine",
 ]
 
 

@@ -22,7 +22,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from perflab.cli import bench, capacity, profile, serve, show, studies
+from perflab.cli import bench, capacity, drafting, profile, serve, show, studies
 from perflab.cli.options import DEVICE, MODEL, TRUST_CODE
 from perflab.errors import PerflabError
 from perflab.models.assets import NAME as EMBEDDED
@@ -48,6 +48,7 @@ app.command()(capacity.sweep)
 app.command()(capacity.compare)
 app.command()(profile.profile)
 app.command()(serve.serve)
+app.command()(drafting.train_drafter)
 
 
 def main(argv: list[str] | None = None) -> None:

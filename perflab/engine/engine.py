@@ -96,7 +96,7 @@ class Engine:
             self._drafting = Drafting(drafter, kv, self.clock, most, self._note)
             self.executor.wants_features = drafter.wants_features
         elif config.drafter != "off":
-            raise ConfigError(f"drafter={config.drafter!r}: pass what `make_drafter` makes of it")
+            raise ConfigError(f"drafter={config.drafter!r}: perflab.make_engine makes an engine with it")
         self._live: dict[str, Sequence] = {}
         self._seeds = random.Random(config.seed)
         self._detokenizer = Detokenizer(model.tokenizer) if model.tokenizer is not None else None

@@ -44,11 +44,14 @@ class Completion:
 
 
 class LLM:
-    """A model with an engine around it.
+    """A model with an engine around it. `make_engine` is what makes it; `perflab.LLM` is this class with one
+    that knows drafters, where this one's raises ConfigError for a configuration that names any.
 
     >>> llm = LLM("smollm2-135m")
     >>> llm.generate(["What is a KV cache?"], SamplingParams(max_tokens=32))[0].text
     """
+
+    make_engine: Callable[[Any, EngineConfig | None], Engine] = Engine
 
     def __init__(
         self,
@@ -57,7 +60,7 @@ class LLM:
         **load_options: Any,
     ) -> None:
         self.model = load(model, **load_options) if isinstance(model, str) else model
-        self.engine = Engine(self.model, config)
+        self.engine = self.make_engine(self.model, config)
         self._count = 0
         self._inboxes: dict[str, deque[TokenEvent]] = {}
 

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from perflab.engine.llm import LLM
-from perflab.errors import StoreError
+from perflab.errors import ConfigError, StoreError
 from perflab.models.loaded import LoadedModel
 from perflab.speculate.prompts import Opening, Question, again, draw, follow_up
 from perflab.types import SamplingParams
@@ -49,8 +49,14 @@ def collect(
 ) -> list[Path]:
     """Shards in `folder` that together hold at least `tokens` tokens; those already there count.
 
-    Raises StoreError where the folder's shards are of another model.
+    Raises StoreError where the folder's shards are of another model, ConfigError where the engine's
+    longest request is too short for a conversation.
     """
+    if (longest := llm.engine.config.max_model_len or 0) < LONGEST + _ANSWER_TOKENS:
+        raise ConfigError(
+            f"max_model_len={longest}: conversations need {LONGEST + _ANSWER_TOKENS}; "
+            "draft heads are for models of a longer context"
+        )
     folder.mkdir(parents=True, exist_ok=True)
     done = 0
     paths: list[Path] = []

@@ -17,6 +17,7 @@ from torch import Tensor
 from perflab.engine.plan import Plan, StepResult
 from perflab.engine.sequence import Sequence
 from perflab.errors import ModelError
+from perflab.models.assets import cache_dir
 from perflab.models.loaded import LoadedModel
 from perflab.models.native import NativeRunner
 from perflab.models.runners import Runner
@@ -129,10 +130,23 @@ class HeadDrafter:
             self._steps.close(text.slot)
 
 
-def head_file(name: str, folders: Rows[Path] = (FOLDER,)) -> Path:
-    """The draft head that belongs to the model of this name. Raises ModelError where none was made."""
-    for folder in folders:
-        path = folder / f"draft_head_{name.split('/')[-1].lower()}.safetensors"
+def head_path(name: str) -> Path:
+    """The name of the file with the draft head of the model of this name."""
+    return Path(f"draft_head_{name.rstrip('/').split('/')[-1].lower()}.safetensors")
+
+
+def installed() -> Path:
+    """The folder of the user's own heads."""
+    return cache_dir() / "heads"
+
+
+def head_file(name: str, folders: Rows[Path] | None = None) -> Path:
+    """The draft head that belongs to the model of this name, the user's own before one that came along.
+
+    Raises ModelError where none was made.
+    """
+    for folder in (installed(), FOLDER) if folders is None else folders:
+        path = folder / head_path(name)
         if path.is_file():
             return path
     raise ModelError(f"{name} has no draft head: `perflab train-drafter` makes one")

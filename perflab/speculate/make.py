@@ -9,6 +9,7 @@ from typing import Any
 
 from perflab.clock import Clock, WallClock
 from perflab.config import EngineConfig
+from perflab.engine import llm
 from perflab.engine.draft import Drafter
 from perflab.engine.engine import Engine
 from perflab.engine.plan import Plan, StepResult
@@ -30,6 +31,11 @@ def make_engine(
     clock, runner = clock or WallClock(), runner or make_runner(model, config)
     drafter = make_drafter(model, config, clock, runner)
     return Engine(model, config, clock, runner=runner, drafter=drafter)
+
+
+class LLM(llm.LLM):
+    __doc__ = llm.LLM.__doc__
+    make_engine = staticmethod(make_engine)
 
 
 def make_drafter(model: LoadedModel, config: EngineConfig, clock: Clock, runner: Runner) -> Drafter | None:

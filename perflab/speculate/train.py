@@ -41,13 +41,13 @@ class TrainConfig:
     Raises ConfigError naming the value.
     """
 
-    vocabulary: int = 8192
+    vocabulary: int = 4096
     unroll: int = 3
     decay: float = 0.8
-    batch_tokens: int = 4096
+    batch_tokens: int = 2048
     epochs: float = 4.0
     minutes: float | None = None
-    learning_rate: float = 1e-3
+    learning_rate: float = 3e-3
     warm_up: int = 50
     weight_decay: float = 0.01
     prompt_weight: float = 0.3
@@ -162,6 +162,7 @@ class Trainer:
                 f"{len(shards)} shards: two are needed, one of them to test; collect more tokens"
             )
         self.folder, self.config, self.say = folder, config, progress
+        self.made_for = {"model": model.name.split("/")[-1], "fingerprint": model.fingerprint}
         held = max(1, round(config.held_out * len(shards)))
         self.data, self.test = Set.read(shards[:-held]), Set.read(shards[-held:])
         module: Any = model.module
@@ -173,7 +174,7 @@ class Trainer:
         torch.manual_seed(config.seed)
         shape = HeadShape.like(model, len(self.token_ids))
         size = some.square().mean(0).sqrt()
-        self.module = (start or initial(shape, size)).to(model.device).train()
+        self.module = (start or initial(shape, size, module)).to(model.device).train()
         self.autocast = model.device.type == "cuda" or _bf16_pays(model.device)
         self.optimizer = torch.optim.AdamW(
             self.module.parameters(), config.learning_rate, (0.9, 0.95), weight_decay=config.weight_decay
@@ -231,7 +232,7 @@ class Trainer:
             f"held-out acceptance by position {rates}, {found.length:.3f} of 5 drafts"
         )
         self.log.append({"step": self.step, "loss": loss, "rates": found.rates, "length": found.length})
-        if found.length > self.best:
+        if found.length >= self.best:
             self.best = found.length
             self.head(found).save(self.folder / "head.safetensors")
         self._save_state()
@@ -245,6 +246,8 @@ class Trainer:
         weights["fc.weight"][:, hidden:] /= self.target.embed_scale
         module.load_state_dict(weights)
         meta = {
+            **self.made_for,
+            "made_with": "perflab train-drafter",
             "training": asdict(self.config),
             "conversations": len(self.data.examples),
             "tokens": sum(len(tokens) for tokens, _, _ in self.data.examples),
@@ -294,8 +297,9 @@ class Trainer:
         self.say(f"going on from step {self.step}")
 
 
-def initial(shape: HeadShape, size: Tensor) -> HeadModule:
-    """Random weights, the fc as the sum of its two inputs, the final norm at the features' size [hidden]."""
+def initial(shape: HeadShape, size: Tensor, target: Any = None) -> HeadModule:
+    """The fc as the sum of its two inputs; the layer as the target's last one where it has Llama's names and
+    these sizes, else random; the final norm at the features' size [hidden]."""
     module = HeadModule(shape)
     for parameter in module.parameters():
         if parameter.ndim == 2:
@@ -304,7 +308,29 @@ def initial(shape: HeadShape, size: Tensor) -> HeadModule:
         for half in module.fc.weight.split(shape.hidden, 1):
             half += torch.eye(shape.hidden)
         module.final_norm.copy_(size)
+        for name, value in _last_layer(target).items():
+            own = module.get_parameter(name)
+            if own.shape == value.shape:
+                own.copy_(value)
     return module
+
+
+def _last_layer(target: Any) -> dict[str, Tensor]:
+    """Weights of the target's last layer by the names of `HeadModule`; none where it has other names."""
+    try:
+        layer = target.model.layers[-1]
+        attention, mlp = layer.self_attn, layer.mlp
+        parts = {
+            "qkv.weight": [attention.q_proj, attention.k_proj, attention.v_proj],
+            "out.weight": [attention.o_proj],
+            "gate_up.weight": [mlp.gate_proj, mlp.up_proj],
+            "down.weight": [mlp.down_proj],
+            "input_norm": [layer.input_layernorm],
+            "post_norm": [layer.post_attention_layernorm],
+        }
+    except (AttributeError, TypeError, IndexError):
+        return {}
+    return {name: torch.cat([linear.weight.detach() for linear in side]) for name, side in parts.items()}
 
 
 def _bf16_pays(device: torch.device) -> bool:

@@ -72,9 +72,9 @@ def one(asked_ns: int, model: str, dtype: str, options: Mapping[str, Any], reque
 
     mark("import torch")
     from perflab.config import EngineConfig
-    from perflab.engine.engine import Engine
     from perflab.models.load import load
     from perflab.models.runners import make_runner
+    from perflab.speculate.make import make_engine
     from perflab.types import Request, SamplingParams
 
     mark("import perflab")
@@ -86,7 +86,7 @@ def one(asked_ns: int, model: str, dtype: str, options: Mapping[str, Any], reque
     mark("load")
     runner = make_runner(loaded, config)
     mark("runner")
-    engine = Engine(loaded, config, runner=runner)
+    engine = make_engine(loaded, config, runner=runner)
     mark("engine")
     text = "The quick brown fox jumps over the lazy dog and runs far away. " * 8
     prompt = (loaded.encode(text) * PROMPT_TOKENS)[:PROMPT_TOKENS]

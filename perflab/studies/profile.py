@@ -15,12 +15,12 @@ from typing import Any
 
 from perflab.clock import NS_PER_S
 from perflab.config import EngineConfig
-from perflab.engine.engine import Engine
 from perflab.errors import PerflabError, StoreError
 from perflab.load.run import run_load
 from perflab.measure import flame, memory
 from perflab.models import machine
 from perflab.models.assets import NAME as EMBEDDED
+from perflab.speculate.make import make_engine
 from perflab.studies import cold_start
 from perflab.studies.kept import kept
 from perflab.studies.operators import look
@@ -169,7 +169,7 @@ def _own_flame(
     """The load on the engine in this thread: once to warm up, then without, with and without the sampler."""
 
     def once() -> float:
-        engine = Engine(service.loaded, service.config, runner=service.runner)
+        engine = make_engine(service.loaded, service.config, runner=service.runner)
         try:
             return busy_s(run_load(engine, load.workload(), service.encoder).steps)
         finally:
@@ -225,7 +225,7 @@ def _own_memory(service: ServiceChoice, run: Run, use: Instruments) -> dict[str,
     blocks = 2 * size * -(-(PROMPT + OUTPUT) // service.config.block_size)  # all of them touched at once
     config = replace(service.config, keep_records=use.leak_requests // 8, num_blocks=blocks)
     gc.collect()  # earlier engines
-    engine = Engine(service.loaded, config, runner=service.runner)
+    engine = make_engine(service.loaded, config, runner=service.runner)
     counts: list[int] = []
     resident: list[int] = []
     before: dict[str, memory.Objects] = {}

@@ -34,11 +34,11 @@ class Stage:
 
 
 class Steps:
-    """Steps of one stage, one by one, on an engine of its own; requests share nothing."""
+    """Steps of one stage, one by one, on an engine of its own without drafts; requests share nothing."""
 
     def __init__(self, model: Any, config: EngineConfig, stage: Stage, executor: LocalExecutor) -> None:
         self.stage = stage
-        self.engine = Engine(model, config, executor=executor)
+        self.engine = Engine(model, replace(config, drafter="off"), executor=executor)
         self._random = np.random.default_rng(0)
         self._vocabulary = executor.vocab_size or 1
         self._next = 0
