@@ -18,7 +18,7 @@ Batching = Literal["static", "dynamic", "continuous"]
 Policy = Literal["fcfs", "priority", "sjf", "edf"]
 Attention = Literal["eager", "sdpa", "batched", "native"]
 RunnerKind = Literal["auto", "native", "torch"]
-Weights = Literal["model", "int8", "int4"]
+Weights = Literal["model", "int8", "int4", "llm.int8", "nf4", "fp4", "fp8"]
 KVDtype = Literal["model", "int8"]
 
 CHOICES: Mapping[str, Any] = MappingProxyType(
@@ -43,6 +43,7 @@ POSITIVE = (
     "num_threads",
     "keep_records",
 )
+TORCH_WEIGHTS = ("llm.int8", "nf4", "fp4", "fp8")
 DRAFTERS = ("off", "ngram", "head", "head+ngram")
 
 
@@ -59,7 +60,10 @@ class EngineConfig:
     runner: `native` runs a whole step of a Llama-shaped model in native kernels on a CPU; `torch` runs
         any architecture as transformers wrote it, and is the reference; `auto` takes native where it can.
     weights: `model` keeps the loaded dtype; `int8` (per-channel weights, per-token activations) and
-        `int4` (groups of 32, the head in int8) need the native runner.
+        `int4` (groups of 32, the head in int8) need the native runner; `llm.int8`, `nf4` and `fp4`
+        (bitsandbytes) run on torch.
+    keep: rules of the matrices that a scheme leaves in the loaded dtype, with commas between: `head`,
+        `first`, `last`, `down`, `layers.3`, `layers.3.down`.
     kv_dtype: keys and values in the model's dtype, or in 8 bits with a scale per token and head, which
         needs the native runner or native attention.
     attention: of the torch runner. `eager` and `sdpa` work one request at a time and are the
@@ -97,6 +101,7 @@ class EngineConfig:
     chunked_prefill: bool = True
     runner: RunnerKind = "auto"
     weights: Weights = "model"
+    keep: str = ""
     kv_dtype: KVDtype = "model"
     attention: Attention = "batched"
     packed_linears: bool = True
@@ -118,8 +123,11 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name}={value}: must be 1 or more")
-        if self.runner == "torch" and self.weights != "model":
+        on_torch = self.weights in TORCH_WEIGHTS
+        if self.runner == "torch" and self.weights != "model" and not on_torch:
             raise ConfigError(f"weights={self.weights!r} needs the native runner: leave runner at 'auto'")
+        if self.runner == "native" and on_torch:
+            raise ConfigError(f"weights={self.weights!r} runs on torch: leave runner at 'auto'")
         if self.kv_dtype != "model" and self.runner == "torch" and self.attention != "native":
             raise ConfigError(
                 f"kv_dtype={self.kv_dtype!r} needs native kernels: set attention='native' or runner='auto'"

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import warnings
 
-from perflab.config import EngineConfig
+from perflab.config import TORCH_WEIGHTS, EngineConfig
 from perflab.errors import NotNative
 from perflab.models import kernels
+from perflab.models.bnb import BnbRunner
 from perflab.models.loaded import LoadedModel
 from perflab.models.native import NativeRunner
 from perflab.models.runner import HFRunner
@@ -22,6 +23,8 @@ def make_runner(model: LoadedModel, config: EngineConfig) -> Runner:
 
     Raises NotNative where the configuration insists on what only native kernels do.
     """
+    if config.weights in TORCH_WEIGHTS:
+        return BnbRunner(model, config.weights, config.keep)
     if config.runner != "torch":
         try:
             return NativeRunner(model, config.weights, config.num_threads)
@@ -36,6 +39,8 @@ def make_runner(model: LoadedModel, config: EngineConfig) -> Runner:
 
 def runner_key(config: EngineConfig) -> tuple[object, ...]:
     """What of a configuration makes a different runner."""
+    if config.weights in TORCH_WEIGHTS:
+        return (config.weights, config.keep)
     if config.runner == "torch":
         return ("torch", config.packed_linears)
     return (config.runner, config.weights, config.num_threads, config.packed_linears)
