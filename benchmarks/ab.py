@@ -162,7 +162,7 @@ def main() -> None:
     parser.add_argument("--part", choices=("live", "slowdown", "resampled"), help="default: all three")
     parser.add_argument("--count", type=int, default=20, help="comparisons of live and of slowdown")
     parser.add_argument("--draws", type=int, default=1000)
-    parser.add_argument("--weights", default="int8", choices=("model", "int8", "int4"))
+    parser.add_argument("--weights", default="int8-dynamic", choices=("model", "int8-dynamic", "int4"))
     parser.add_argument("--out", type=Path, default=Path("runs/ab"), help="where comparisons are kept")
     args = parser.parse_args()
     out = args.out / args.weights

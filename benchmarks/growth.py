@@ -6,7 +6,7 @@ smallest change that the repeats can tell; they should never fall. Last the shar
 requests that is not the model's forward. Rounds are interleaved, figures are medians.
 
     python -m benchmarks.growth
-    python -m benchmarks.growth --weights int8 --repeats 7
+    python -m benchmarks.growth --weights int8-dynamic --repeats 7
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def bar(value: float, ceiling: float, most: float) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--dtype", default="bf16", choices=("bf16", "fp32"))
-    parser.add_argument("--weights", default="model", choices=("model", "int8", "int4"))
+    parser.add_argument("--weights", default="model", choices=("model", "int8-dynamic", "int4"))
     parser.add_argument("--kv-dtype", default="model", choices=("model", "int8"))
     parser.add_argument("--runner", default="auto", choices=("auto", "native", "torch"))
     parser.add_argument("--repeats", type=int, default=5)

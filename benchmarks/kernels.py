@@ -7,7 +7,7 @@ several times. Each figure is the median of interleaved repeats; `of floor` is t
 Beside linears in bf16 and fp32: oneDNN's packed linear through torch, on the same shape.
 
     python -m benchmarks.kernels
-    python -m benchmarks.kernels --formats int8 --shapes 960x576,576x1536 --rows 1,16 --no-attention
+    python -m benchmarks.kernels --formats int8-dynamic --shapes 960x576,576x1536 --rows 1,16 --no-attention
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from benchmarks.common import console, finish, show
 from benchmarks.peers import Rates, ceilings, higher
 from perflab.measure.roofline import Ceilings, Work, floor
 from perflab.models import kernels
-from perflab.models.kernels import FORMATS, Team, address
+from perflab.models.kernels import FORMATS, KV_FORMATS, Team, address
 from perflab.models.linears import PackedLinear
 from perflab.models.native import StepRows
 from perflab.models.packing import pack_matrix
@@ -133,7 +133,7 @@ def attention_case(team: Team, kv: str, rows: int, queries: int, context: int) -
     )
     out, step = np.empty_like(query), step_rows.struct()
     pool = kernels.Pool(
-        *map(address, (*pools, *scales)), FORMATS[kv], rows * blocks, BLOCK, KV_HEADS, HEAD_DIM, HEAD_DIM
+        *map(address, (*pools, *scales)), KV_FORMATS[kv], rows * blocks, BLOCK, KV_HEADS, HEAD_DIM, HEAD_DIM
     )
     attention = kernels.Attention(
         address(query), width, HEADS, 0, HEAD_DIM**-0.5, 0.0, None, address(out), width, FORMATS["fp32"]

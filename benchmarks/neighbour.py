@@ -47,7 +47,7 @@ def busy(core: int) -> Iterator[None]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--weights", default="model,int8", help="model, int8 or int4, with commas between")
+    parser.add_argument("--weights", default="model,int8-dynamic", help="schemes, commas between")
     parser.add_argument("--runner", default="auto", choices=("auto", "native", "torch"))
     parser.add_argument("--dtype", default="bf16")
     parser.add_argument("--batches", default="1,16")

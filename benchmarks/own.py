@@ -15,13 +15,14 @@ from typing import Any, Literal, NamedTuple
 
 from benchmarks.common import Job, prompts, workload32
 from benchmarks.contenders import THREADS, beside
-from perflab.config import EngineConfig
+from perflab.config import EngineConfig, Weights
 from perflab.engine.engine import Engine
 from perflab.models import machine
 from perflab.models.load import load
 from perflab.types import Request, SamplingParams
 
 Precision = Literal["bf16", "int8", "int4"]
+WEIGHTS: dict[Precision, Weights] = {"bf16": "model", "int8": "int8-dynamic", "int4": "int4"}
 
 
 class Run(NamedTuple):
@@ -40,7 +41,7 @@ def config(precision: Precision) -> EngineConfig:
         max_num_batched_tokens=512,
         max_model_len=1024,
         prefix_cache=False,
-        weights="model" if precision == "bf16" else precision,
+        weights=WEIGHTS[precision],
         num_threads=THREADS,
     )
 

@@ -281,8 +281,12 @@ def test_impossible_comparisons_are_refused(bad):
 def test_sides_as_text():
     base = ServiceChoice(config=EngineConfig(max_num_seqs=4))
     assert service_of("default", base) == base
-    made = service_of("weights=int8, dtype=bf16,prefix_cache=false", base)
-    assert (made.config.weights, made.config.prefix_cache, made.config.max_num_seqs) == ("int8", False, 4)
+    made = service_of("weights=int8-dynamic, dtype=bf16,prefix_cache=false", base)
+    assert (made.config.weights, made.config.prefix_cache, made.config.max_num_seqs) == (
+        "int8-dynamic",
+        False,
+        4,
+    )
     assert made.dtype == "bf16"
     assert service_of("http://127.0.0.1:8000", base).url == "http://127.0.0.1:8000"
     with pytest.raises(ConfigError, match="speed"):

@@ -186,7 +186,7 @@ def real_script(seed: int) -> None:
             for name, options in {
                 "native": {"runner": "native"},
                 "native attention": {"runner": "torch", "attention": "native"},
-                "int8": {"weights": "int8"},
+                "int8": {"weights": "int8-dynamic"},
                 "int4": {"weights": "int4"},
                 "int8 KV": {"kv_dtype": "int8", "runner": "native"},
             }.items()
@@ -278,7 +278,7 @@ def test_other_attention_equals_the_written_out_one(window, softcap, sinks) -> N
     ("arch", "dtype", "options", "message"),
     [
         ("llama", torch.float16, {"runner": "native"}, "fp32 and bf16 on a CPU, not torch.float16"),
-        ("llama", torch.float16, {"weights": "int8"}, "fp32 and bf16 on a CPU, not torch.float16"),
+        ("llama", torch.float16, {"weights": "int8-dynamic"}, "fp32 and bf16 on a CPU, not torch.float16"),
         ("gemma2", torch.float32, {"runner": "native"}, "Gemma2ForCausalLM is not of Llama's shape"),
         ("mixtral", torch.bfloat16, {"weights": "int4"}, "MixtralForCausalLM is not of Llama's shape"),
         ("gemma2", torch.float32, {"kv_dtype": "int8"}, "needs attention='native'"),
@@ -497,7 +497,7 @@ def test_a_failing_request_goes_down_alone(error, runner, options) -> None:
 
 
 @NEEDS_KERNELS
-@pytest.mark.parametrize("options", [{"weights": "int8"}, {"kv_dtype": "int8"}, {"weights": "int4"}])
+@pytest.mark.parametrize("options", [{"weights": "int8-dynamic"}, {"kv_dtype": "int8"}, {"weights": "int4"}])
 def test_nan_stays_with_its_row_through_8_and_4_bits(options) -> None:
     model = poisoned(in_dtype(tiny_model("llama"), torch.bfloat16), 255)
     engine = engine_for(model, **options)

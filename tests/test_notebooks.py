@@ -178,7 +178,7 @@ def test_verdict_panel_reads_the_slider_when_it_is_shown(monkeypatch: pytest.Mon
     assert "&lt;times&gt;" in text
 
 
-CEILINGS = limits.Limits(10e9, {"fp32": 100e9, "bf16": 200e9, "int8": 400e9, "int4": 400e9})
+CEILINGS = limits.Limits(10e9, {"fp32": 100e9, "bf16": 200e9, "int8-dynamic": 400e9, "int4": 400e9})
 
 
 def test_without_native_kernels_the_lesson_keeps_the_torch_runner_and_says_why(
@@ -223,7 +223,7 @@ def test_steps_are_measured_beside_their_floors(bench: lessons.Bench) -> None:
 def some_points() -> list[limits.Point]:
     sizes = Sizes(30, 576, 9, 3, 64, 1536, 49_152)
     points = []
-    for weights, factor in (("bf16", 3.0), ("int8", 1.5)):
+    for weights, factor in (("bf16", 3.0), ("int8-dynamic", 1.5)):
         variant = limits.Variant(f"ours, {weights}", {}, weights, "bf16")
         for regime in limits.regimes():
             work = regime.work(sizes, weights, "bf16")
@@ -235,7 +235,7 @@ def some_points() -> list[limits.Point]:
 def test_every_step_stands_under_its_roof() -> None:
     figure = limit_panels.roof(some_points(), CEILINGS)
     traces = {trace.name: trace for trace in figure.data}
-    for weights, factor in (("bf16", 3.0), ("int8", 1.5)):
+    for weights, factor in (("bf16", 3.0), ("int8-dynamic", 1.5)):
         roof, mine = traces[f"the roof, {weights}"], traces[f"ours, {weights}"]
         assert roof.x[1] == CEILINGS.of(weights).ridge
         assert roof.y[1] == roof.y[2] == CEILINGS.operations_per_s[weights] / 1e9
@@ -251,7 +251,7 @@ def test_the_floor_follows_the_sliders() -> None:
     curves = {trace.name: list(trace.y) for trace in explorer.figure.data}
     assert set(curves) == set(CEILINGS.operations_per_s)
     assert all(later >= earlier for curve in curves.values() for earlier, later in itertools.pairwise(curve))
-    assert curves["int4"][0] > curves["int8"][0] > curves["bf16"][0] > curves["fp32"][0]
+    assert curves["int4"][0] > curves["int8-dynamic"][0] > curves["bf16"][0] > curves["fp32"][0]
     explorer.requests.value = 128
     assert "128 × 64 tokens" in explorer.caption.value
     assert "bound by arithmetic" in explorer.caption.value

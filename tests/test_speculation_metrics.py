@@ -18,7 +18,7 @@ from perflab.engine.draft import count_draft
 from perflab.measure import speculation
 from perflab.measure.validity import judge
 from perflab.models.tiny import tiny
-from perflab.report import html, tables, tables_service
+from perflab.report import figures, html, tables, tables_service
 from perflab.report.analysis import analyse
 from perflab.report.sections import sections
 from perflab.report.speculation import acceptance_figure, speculations
@@ -208,6 +208,9 @@ def test_forced_acceptance_is_marked_and_never_the_best(speculative):
     row = tables.ladder(analysis).rows[2]
     assert "not the model's" in row[0].note
     assert row[8].tone == "flag"
+    assert "not the model's" in tables.qualities(analysis.summaries).rows[2][0].note
+    labels = [note["text"] for note in strict(figures.ladder(analysis.summaries))["layout"]["annotations"]]
+    assert ["not the model's" in label for label in labels[:3]] == [False, False, True]
     assert "not the model's" not in tables.ladder(analysis).rows[1][0].note
     assert all("not the model's" in " ".join(tables.notes_of(run)) for run in forced.runs)
     assert "not the model's" in html.summary_markdown([speculative])

@@ -172,6 +172,19 @@ def test_a_variant_that_cannot_run_here_is_named_and_left_out(tmp_path):
         run(study(variants=(Variant("only", {"attention": "batched"}),)), tmp_path / "t", picky)
 
 
+def test_the_reference_is_the_model_whatever_the_first_variant_is(tmp_path):
+    made = []
+
+    def make(model, config):
+        made.append(config)
+        return make_engine(model, config)
+
+    small = {"weights": "int8", "kv_dtype": "int8", "drafter": "ngram", "forced_acceptance": 0.5}
+    run(study(variants=(Variant("small", small),), config={}), tmp_path / "s", make=make)
+    [reference] = [config for config in made if config.runner == "torch"]
+    assert all(getattr(reference, name) == getattr(EngineConfig(), name) for name in small)
+
+
 def test_a_run_that_noise_spoilt_is_not_compared(tmp_path, monkeypatch):
     monkeypatch.setattr(QuietSampler, "stop", lambda self: Noise(0.7, 1.0, 1.0))
     run(study(), tmp_path / "s")
@@ -306,7 +319,7 @@ def test_the_ladder_runs_on_a_real_engine(tmp_path, has_native):
     ("a", "b", "same"),
     [
         ({"runner": "native"}, {"runner": "native", "attention": "sdpa", "max_num_seqs": 3}, True),
-        ({"runner": "native"}, {"runner": "native", "weights": "int8"}, False),
+        ({"runner": "native"}, {"runner": "native", "weights": "int8-dynamic"}, False),
         ({"runner": "native"}, {"runner": "native", "kv_dtype": "int8"}, False),
         ({}, {"attention": "sdpa"}, False),
         ({"runner": "torch"}, {"runner": "torch", "packed_linears": False}, False),

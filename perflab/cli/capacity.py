@@ -199,7 +199,7 @@ base_choice.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
 def compare(
     service: ServiceChoice,
     load: LoadChoice,
-    a: Annotated[str, typer.Argument(help="An address, engine switches (weights=int8), default, or runs.")],
+    a: Annotated[str, typer.Argument(help="An address, engine switches (weights=int4), default, or runs.")],
     b: Annotated[str | None, typer.Argument(help="The other one, which may be faster or slower.")] = None,
     minutes: Annotated[float, typer.Option(help="Time for all pairs.", min=0.05)] = 1.0,
     pairs: Annotated[int | None, typer.Option(help="So many pairs; default: as many as fit.")] = None,
@@ -228,7 +228,7 @@ def compare(
     Many short runs tell more than few long ones: a machine's noise comes in stretches. Exit codes of
     --gate: 0 passed, 3 slower by more than the margin, 4 cannot tell (--strict, or a side was invalid).
 
-    Example: [bold]perflab compare default weights=int8[/bold]
+    Example: [bold]perflab compare default weights=int8-dynamic[/bold]
     """
     from perflab.measure.paired import gate as gate_of
     from perflab.studies.compare import Compare, Side, run_compare

@@ -23,7 +23,7 @@ DEVICE: Any = typer.Option("--device", help="auto, cpu or cuda.")
 TRUST_CODE: Any = typer.Option(
     "--trust-remote-code", help="Run Python code that comes with the model. Off by default."
 )
-ENGINE: Any = typer.Option("--engine", help="Switches of our engine, such as weights=int8,max_num_seqs=8.")
+ENGINE: Any = typer.Option("--engine", help="Switches of our engine, such as weights=int4,max_num_seqs=8.")
 
 _SERVICE, _LOAD, _GOALS, _CAPS = "Which service", "Which load", "What counts as good", "What it may use"
 

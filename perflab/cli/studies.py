@@ -223,6 +223,6 @@ def summary_table(analysis: Analysis) -> Table:
             units.number(summary.tokens_per_s.value),
             speed_up(summary.previous, answer=True),
             speed_up(summary.first, answer=False),
-            "not the model's output" if summary.forced else units.percent(summary.top1),
+            "not the model's" if summary.forced else units.percent(summary.top1),
         )
     return table

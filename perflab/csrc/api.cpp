@@ -36,7 +36,7 @@ struct Context {
 extern "C" {
 
 // Grows with every change of a structure or of a packed layout.
-int32_t pl_version() { return 2; }
+int32_t pl_version() { return 3; }
 
 // The best instruction set of this processor, or whether the named one is there; null if not.
 const char* pl_isa(const char* name) {

@@ -203,6 +203,7 @@ void Workspace::run(const Model& m, const Pool& pool, const Step& step) {
       for (int t = chunk * per_chunk; t < std::min(tokens, (chunk + 1) * per_chunk); t++)
         pl_unpack_row(&m.embedding, (int32_t)step.token_ids[t], x_.data() + (int64_t)t * m.hidden);
     });
+    const bool compact = m.layers > 0 && !step.features && (int)kept_.size() < tokens;
     for (int32_t number = 0; number < m.layers; number++) {
       const Layer& layer = m.layer[number];
       const int32_t context_format = direct(layer.out), activation_format = direct(layer.down);
@@ -221,7 +222,7 @@ void Workspace::run(const Model& m, const Pool& pool, const Step& step) {
                            position % pool.block_size, key, key + (int64_t)m.kv_heads * m.head_dim);
         }
       });
-      const bool last = number == m.layers - 1 && (int)kept_.size() < tokens;
+      const bool last = number == m.layers - 1 && compact;
       attention_phases(member, pool, number, step,
                        {qkv_.data(), qkv_stride, m.heads, layer.window, m.scaling, 0.f, nullptr, context_.data(),
                         row_stride(context_k), context_format}, last);
@@ -241,7 +242,6 @@ void Workspace::run(const Model& m, const Pool& pool, const Step& step) {
       linear(member, layer.down, activation_.data(), row_stride(m.intermediate), activation_format, nullptr, 0, count,
              {x, m.hidden, ADD, F32});
     }
-    const bool compact = m.layers > 0 && (int)kept_.size() < tokens;
     auto hidden_of = [&](int token) {
       return compact ? kept_x_.data() + (int64_t)place_[token] * m.hidden : x_.data() + (int64_t)token * m.hidden;
     };
@@ -249,6 +249,11 @@ void Workspace::run(const Model& m, const Pool& pool, const Step& step) {
       kernels.prepare(hidden_of(step.sample_rows[i]), m.hidden, m.final_norm, m.eps, F32,
                       (uint8_t*)(step.hidden + (int64_t)i * m.hidden), nullptr, nullptr, per_thread_[member.id].scratch.data());
     });
+    if (step.features)
+      member.parallel(tokens, [&](int t) {
+        kernels.prepare(hidden_of(t), m.hidden, m.final_norm, m.eps, F32, (uint8_t*)(step.features + (int64_t)t * m.hidden),
+                        nullptr, nullptr, per_thread_[member.id].scratch.data());
+      });
     member.parallel(step.rows, [&](int row) {
       int end = step.query_start[row + 1];
       step.finite[row] = end == step.query_start[row] || kernels.finite(hidden_of(end - 1), m.hidden);

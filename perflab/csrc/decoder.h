@@ -48,6 +48,7 @@ struct Step {
   int32_t samples;
   float* logits;                // [samples, vocabulary]
   float* hidden;                // [samples, hidden]
+  float* features;              // [tokens, hidden], what goes into the head at every token; or null
   int32_t* best;                // [samples] the largest logit's index
   float* best_value;            // [samples]
   uint8_t* finite;              // [rows] whether the row's last token came out without inf or NaN

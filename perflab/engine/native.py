@@ -16,7 +16,7 @@ from torch import Tensor
 from perflab.engine.batch import Batch
 from perflab.engine.kv_tensors import KVTensors
 from perflab.models import kernels
-from perflab.models.kernels import FORMATS, Team
+from perflab.models.kernels import KV_FORMATS, Team
 from perflab.models.native import NativeRunner, StepRows
 from perflab.models.runner import KVShape, RunnerOutput
 
@@ -33,7 +33,7 @@ def pool_of(kv: KVTensors) -> kernels.Pool:
         value=kv.value.data_ptr(),
         key_scale=key_scale,
         value_scale=value_scale,
-        format=FORMATS[_DTYPE_FORMATS[kv.key.dtype]],
+        format=KV_FORMATS[_DTYPE_FORMATS[kv.key.dtype]],
         blocks=kv.key.shape[1],
         block_size=kv.block_size,
         kv_heads=kv.shape.kv_heads,
@@ -82,7 +82,7 @@ class NativeForward:
         if kv is None:
             runner = self._runner
             batch, kv = with_scratch(batch, runner.kv_shape, runner.dtype, runner.device)
-        return self._runner.forward(step_rows(batch, kv.block_size), pool_of(kv))
+        return self._runner.forward(step_rows(batch, kv.block_size), pool_of(kv), features=batch.features)
 
 
 class NativeAttention:
@@ -125,7 +125,7 @@ class NativeAttention:
             sinks=sink.data_ptr() if sink is not None else None,
             out=out.data_ptr(),
             out_stride=out.stride(0),
-            out_format=FORMATS[_DTYPE_FORMATS[query.dtype]],
+            out_format=KV_FORMATS[_DTYPE_FORMATS[query.dtype]],
         )
         step, pool = self._rows.struct(), pool_of(kv)
         self._team.call(

@@ -16,6 +16,8 @@ FORMULAS: dict[str, str] = {
     "KL divergence": "Σ p·(ln p − ln q) over the vocabulary, p the fp32 reference's next-token distribution, "
     "q the variant's, at each position of given texts; nats, mean over positions.",
     "top-1 agreement": "share of positions where both have the same most likely token.",
+    "top-5 agreement": "share of the reference's five most likely tokens that are among the variant's five; "
+    "mean over positions.",
     "greedy match": "generated tokens before the first that differs from the fp32 reference's greedy "
     "output of the prompt alone; as a share of the shorter output.",
     "perplexity": "exp(mean of −ln q(next token)) over given texts.",
@@ -45,6 +47,19 @@ def top1_agreement(reference: np.ndarray, variant: np.ndarray) -> np.ndarray:
     return np.asarray(reference).argmax(axis=-1) == np.asarray(variant).argmax(axis=-1)
 
 
+def top_agreement(reference: np.ndarray, variant: np.ndarray, k: int = 5) -> np.ndarray:
+    """|top-k of the reference ∩ top-k of the variant| / k, per position: [positions] from [positions, vocab].
+
+    Raises ValueError for differing shapes or a k that the vocabulary does not hold.
+    """
+    if reference.shape != variant.shape:
+        raise ValueError(f"logits differ in shape: {reference.shape} and {variant.shape}")
+    if not 1 <= k <= reference.shape[-1]:
+        raise ValueError(f"k={k}: must be from 1 to the vocabulary's size, {reference.shape[-1]}")
+    a, b = (np.argpartition(-x, k - 1, axis=-1)[:, :k] for x in (reference, variant))
+    return (a[:, :, None] == b[:, None, :]).any(axis=2).mean(axis=1)
+
+
 def token_nll(logits: np.ndarray, token_ids: Sequence[int]) -> np.ndarray:
     """−ln q(token i + 1) at position i, nats: [positions − 1] from logits [positions, vocab]."""
     log_q = log_softmax(logits)[:-1]
@@ -65,11 +80,12 @@ def greedy_match(reference: Sequence[int], variant: Sequence[int]) -> int:
 class Fidelity:
     """Distance of one variant from the reference over several texts, each with an interval over texts.
 
-    kl_nats, top1: means over positions. perplexity and reference_perplexity: of the same texts.
+    kl_nats, top1, top5: means over positions. perplexity and reference_perplexity: of the same texts.
     """
 
     kl_nats: stats.Estimate
     top1: stats.Estimate
+    top5: stats.Estimate
     perplexity: stats.Estimate
     reference_perplexity: float
     positions: int
@@ -83,13 +99,15 @@ def fidelity(
         raise ValueError("quality needs at least one text")
     kl = [kl_divergence(a, b) for a, b in zip(references, variants, strict=True)]
     top1 = [top1_agreement(a, b).astype(float) for a, b in zip(references, variants, strict=True)]
+    top5 = [top_agreement(a, b) for a, b in zip(references, variants, strict=True)]
     nll = [token_nll(b, text) for b, text in zip(variants, texts, strict=True)]
     own = np.concatenate([token_nll(a, text) for a, text in zip(references, texts, strict=True)])
-    as_lists = [[group.tolist() for group in groups] for groups in (kl, top1, nll)]
+    as_lists = [[group.tolist() for group in groups] for groups in (kl, top1, top5, nll)]
     return Fidelity(
         kl_nats=stats.bootstrap(as_lists[0], np.mean),
         top1=stats.bootstrap(as_lists[1], np.mean),
-        perplexity=stats.bootstrap(as_lists[2], lambda x: float(np.exp(x.mean()))),
+        top5=stats.bootstrap(as_lists[2], np.mean),
+        perplexity=stats.bootstrap(as_lists[3], lambda x: float(np.exp(x.mean()))),
         reference_perplexity=float(np.exp(own.mean())),
         positions=sum(len(group) for group in kl),
     )

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal
 
-BYTES: Mapping[str, float] = MappingProxyType({"fp32": 4.0, "bf16": 2.0, "int8": 1.0, "int4": 0.5625})
+BYTES: Mapping[str, float] = MappingProxyType(
+    {"fp32": 4.0, "bf16": 2.0, "int8": 1.0, "int8-dynamic": 1.0, "int4": 0.5625}
+)
 """Bytes of one weight; int4 counts the 16-bit scale of each 32."""
 
 
@@ -52,7 +54,7 @@ class Sizes:
         return self.hidden * self.vocabulary
 
     def weight_bytes(self, format: str) -> float:
-        """Bytes that a step reads of matrices, once: layers and head. The head of int4 is int8."""
+        """Bytes that a step reads of matrices, once: layers and head. The head of int4 has 8 bits."""
         head = "int8" if format == "int4" else format
         return self.layer_weights * BYTES[format] + self.head_weights * BYTES[head]
 

@@ -76,8 +76,8 @@ def check(model: LoadedModel, weights: str) -> None:
     """Raises ModelError or NotNative where `weights` cannot run on the model's device and dtype."""
     if weights == "fp8":
         raise NotNative(
-            f"weights='fp8' is skipped: {model.device} multiplies no fp8 here; use int8-dynamic on a CPU, "
-            "llm.int8 on a GPU"
+            "weights='fp8' is skipped: processors have no fp8 products, and on a GPU it is not implemented; "
+            "use int8-dynamic on a CPU, llm.int8 on a GPU"
         )
     if weights not in SCHEMES:
         raise ConfigError(f"weights={weights!r}: bitsandbytes has {', '.join(SCHEMES)}")

@@ -18,8 +18,9 @@ import numpy as np
 
 from perflab.errors import ConfigError, NotNative
 
-VERSION = 2
-FORMATS = {"fp32": 0, "bf16": 1, "int8": 2, "int4": 3}
+VERSION = 3
+FORMATS = {"fp32": 0, "bf16": 1, "int8-dynamic": 2, "int4": 3}
+KV_FORMATS = {"fp32": 0, "bf16": 1, "int8": 2}
 PANEL = 32
 STORE, ADD, SILU_MUL = 0, 1, 2
 MAX_HEAD_DIM = 256
@@ -92,7 +93,7 @@ class Step(Structure):
         ("token_ids", c_void_p),
         ("sample_rows", c_void_p),
         ("samples", c_int32),
-        *((name, c_void_p) for name in ("logits", "hidden", "best", "best_value", "finite")),
+        *((name, c_void_p) for name in ("logits", "hidden", "features", "best", "best_value", "finite")),
     )
 
 

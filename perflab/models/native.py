@@ -108,16 +108,17 @@ class NativeRunner:
         return self._model
 
     @torch.inference_mode()
-    def forward(self, rows: StepRows, pool: kernels.Pool) -> RunnerOutput:
+    def forward(self, rows: StepRows, pool: kernels.Pool, *, features: bool = False) -> RunnerOutput:
         """Write the step's keys and values into the pool; logits fp32 [R, vocabulary] are valid until the
-        same thread's next step."""
+        same thread's next step. features: those of every token are wanted."""
         samples, shape = len(rows.sample_rows), self.shape
         logits = self._buffers.logits_of(samples, shape.vocabulary)
         hidden = np.empty((samples, shape.hidden), np.float32)
+        states = np.empty((len(rows.token_ids), shape.hidden), np.float32) if features else None
         best, best_value = np.empty(samples, np.int32), np.empty(samples, np.float32)
         finite = np.empty(len(rows.kv_len), np.uint8)
         step = rows.struct()
-        step.logits, step.hidden = address(logits), address(hidden)
+        step.logits, step.hidden, step.features = address(logits), address(hidden), address(states)
         step.best, step.best_value, step.finite = address(best), address(best_value), address(finite)
         with self._lock:
             self.team.call("pl_step", byref(self._model), byref(pool), byref(step))
@@ -126,6 +127,7 @@ class NativeRunner:
             torch.from_numpy(hidden),
             Best(best.tolist(), np.isfinite(best_value).tolist()),
             finite.astype(bool).tolist(),
+            None if states is None else torch.from_numpy(states),
         )
 
 

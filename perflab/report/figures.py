@@ -78,6 +78,7 @@ def ladder(summaries: Sequence[Summary]) -> go.Figure:
     )
     for s, ratio in zip(summaries, ratios, strict=True):
         changed = f", top-1 {units.percent(s.top1, 0)}" if (s.kl_nats or 0.0) > CLOSE_KL else ""
+        changed = ", not the model's" if s.forced else changed
         figure.add_annotation(
             xref="paper",
             x=1.0,
@@ -101,7 +102,7 @@ def ladder(summaries: Sequence[Summary]) -> go.Figure:
             )
         )
     figure.add_vline(x=1, line={"color": "#51607a", "width": 1, "dash": "dot"})
-    style(figure, rows_height(len(names)), barmode="overlay", margin={"l": 10, "r": 190, "t": 30, "b": 46})
+    style(figure, rows_height(len(names)), barmode="overlay", margin={"l": 10, "r": 225, "t": 30, "b": 46})
     title = "output tokens/s, times the baseline"
     if highest > WIDE_LADDER:
         least = min(1.0, *(r for r in ratios if r and r > 0))

@@ -175,7 +175,7 @@ def floor_of(row: Mapping[str, Any], weights: str, ceilings: Mapping[str, Any] |
     if not ceilings or not row.get("bytes"):
         return None
     rates = ceilings["operations_per_s"]
-    rate = rates.get(weights) or rates.get("int8" if weights.startswith("int") else "fp32")
+    rate = rates.get(weights) or rates.get("int8" if weights in ("int8-dynamic", "int4") else "fp32")
     if rate is None:
         return None
     return floor(

@@ -14,7 +14,7 @@ from perflab.measure import metrics
 from perflab.measure.stats import Comparison, Estimate, samples_needed
 from perflab.report import units
 from perflab.report.analysis import Analysis
-from perflab.report.summary import CLOSE_KL, QUANTILES, SAME_KL, Summary, rate_of
+from perflab.report.summary import CLOSE_KL, NOT_THE_MODELS, QUANTILES, SAME_KL, Summary, rate_of
 from perflab.studies.store import Run
 
 
@@ -263,7 +263,7 @@ def qualities(summaries: Sequence[Summary]) -> Table:
         kl, top1, ppl = (Estimate(**held[key]) for key in ("kl_nats", "top1", "perplexity"))
         rows.append(
             (
-                Cell(s.name),
+                Cell(s.name, NOT_THE_MODELS if s.forced else ""),
                 ratio(s.first),
                 estimate(kl, lambda v: units.number(v, 2)),
                 estimate(top1, units.percent),

@@ -56,7 +56,7 @@ class NativeHead:
         self._token_ids: list[int] = head.token_ids.tolist()
         own, self._arrays = pack(
             _as_llama(head.module, torch.from_numpy(rows), min(runner.max_positions, _MAX_POSITIONS)),
-            Scheme("int8", "int8"),
+            Scheme("int8-dynamic", "int8-dynamic"),
         )
         self._model, self._layers = structure(own, self._arrays)
         self._fc_data, _ = pack_matrix("bf16", head.module.fc.weight.detach().float().numpy())

@@ -69,7 +69,7 @@ async def _fidelity(sides: Sequence[Side], services: Sequence[Any]) -> dict[str,
         return {}
     from perflab.engine.engine import Engine
 
-    plain = replace(first.config, weights="model", kv_dtype="model", **quality.REFERENCE)  # type: ignore[arg-type]
+    plain = replace(first.config, **quality.REFERENCE)  # type: ignore[arg-type]
     reference = replace(first, dtype="float32", config=plain)
     encoder = reference.encoder
     assert encoder is not None

@@ -75,7 +75,12 @@ NATIVE_RUNGS: tuple[Rung, ...] = (
 )
 BF16_RUNG: Rung = ("bf16", {"dtype": "bfloat16"}, "weights and activations in 16 bits", 0.04)
 SMALL_RUNGS: tuple[Rung, ...] = (
-    ("int8 weights", {"weights": "int8"}, "a scale a column; each token's activations in 8 bits", 0.03),
+    (
+        "int8 weights",
+        {"weights": "int8-dynamic"},
+        "a scale a column; each token's activations in 8 bits",
+        0.03,
+    ),
     (
         "int4 weights",
         {"weights": "int4"},

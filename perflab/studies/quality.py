@@ -20,6 +20,10 @@ from perflab.measure import quality, stats
 TEXT_TOKENS = 48
 REFERENCE = {
     "runner": "torch",
+    "weights": "model",
+    "kv_dtype": "model",
+    "drafter": "off",
+    "forced_acceptance": None,
     "attention": "sdpa",
     "packed_linears": False,
     "max_num_seqs": 1,

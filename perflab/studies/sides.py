@@ -1,6 +1,6 @@
 """What a user writes for one side of a comparison, and what it becomes.
 
-Owns the notation: an address, or switches of our engine such as `weights=int8,max_num_seqs=8`.
+Owns the notation: an address, or switches of our engine such as `weights=int8-dynamic,max_num_seqs=8`.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ FORMATS = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 @dataclass(frozen=True, slots=True)
 class Limits:
     """Ceilings of this machine: bytes read per second, and operations per second by format of the weights
-    (of int4 those of int8, in which its products are done)."""
+    (that in which their products are done)."""
 
     bytes_per_s: float
     operations_per_s: Mapping[str, float]
@@ -50,7 +50,8 @@ def measure_limits() -> Limits:
     """The fastest of several read loops and matrix products on this CPU."""
     rates = machine.measure_matrix_rates()["rates"]
     found = {name: 1e9 * (rates[name] or rates["fp32"]) for name in ("fp32", "bf16", "int8")}
-    return Limits(1e9 * machine.measure_bandwidth()["best"], {**found, "int4": found["int8"]})
+    by_int8 = dict.fromkeys(("int8-dynamic", "int4"), found.pop("int8"))
+    return Limits(1e9 * machine.measure_bandwidth()["best"], {**found, **by_int8})
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +69,7 @@ def bench(name: str) -> Bench:
     return Bench(load(name, device="cpu"))
 
 
-def variants(bench: Bench, weights: Sequence[str] = ("model", "int8")) -> tuple[list[Variant], str]:
+def variants(bench: Bench, weights: Sequence[str] = ("model", "int8-dynamic")) -> tuple[list[Variant], str]:
     """The torch runner, and the native one with each kind of weights; why the latter is missing, if it is."""
     model = FORMATS[bench.model.dtype]
     found = [Variant(f"torch, {model}", {"runner": "torch"}, model, model)]
