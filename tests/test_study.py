@@ -179,7 +179,7 @@ def test_the_reference_is_the_model_whatever_the_first_variant_is(tmp_path):
         made.append(config)
         return make_engine(model, config)
 
-    small = {"weights": "int8", "kv_dtype": "int8", "drafter": "ngram", "forced_acceptance": 0.5}
+    small = {"weights": "int8-dynamic", "kv_dtype": "int8", "drafter": "ngram", "forced_acceptance": 0.5}
     run(study(variants=(Variant("small", small),), config={}), tmp_path / "s", make=make)
     [reference] = [config for config in made if config.runner == "torch"]
     assert all(getattr(reference, name) == getattr(EngineConfig(), name) for name in small)
