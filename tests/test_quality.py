@@ -135,3 +135,14 @@ def test_log_probabilities_of_a_prompt_come_once_though_the_request_is_preempted
             own.scheduler._preempt(Plan(), own.clock.now())
     assert own.records[0].preemptions == 1
     assert [len(one) for one in given] == [len(prompt)]
+
+
+def test_top_agreement_is_the_share_of_the_leading_tokens_that_both_have() -> None:
+    reference = np.array([[9.0, 8, 7, 6, 5, 4, 3, 2], [9.0, 8, 7, 6, 5, 4, 3, 2]])
+    variant = np.array([[5.0, 6, 7, 8, 9, 0, 0, 0], [0.0, 0, 0, 9, 8, 7, 6, 5]])
+    assert quality.top_agreement(reference, variant).tolist() == [1.0, 0.4]
+    assert quality.top_agreement(reference, variant, 1).tolist() == [0.0, 0.0]
+    with pytest.raises(ValueError, match=r"k=9.*8"):
+        quality.top_agreement(reference, variant, 9)
+    with pytest.raises(ValueError, match="differ in shape"):
+        quality.top_agreement(reference, variant[:1])

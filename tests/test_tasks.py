@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import time
 from fractions import Fraction
+from pathlib import Path
 
+import psutil
 import pytest
 
 from perflab.errors import WorkloadError
@@ -73,16 +76,33 @@ def test_memory_is_what_stops_the_one_that_wants_too_much() -> None:
     assert not tasks.run_code(code.format(4 << 30), ("f() == 1",))
 
 
-def test_answers_see_no_environment_and_leave_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_see_no_environment_and_an_empty_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PERFLAB_API_KEY", "secret")
     assert tasks.run_code("import os", ("'PERFLAB_API_KEY' not in os.environ", "os.listdir() == []"))
-    child = (
-        "import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])"
+
+
+def test_a_process_that_an_answer_started_ends_with_it(tmp_path: Path) -> None:
+    file = tmp_path / "pid"
+    sleep = "[sys.executable, '-c', 'import time; time.sleep(60)']"
+    code = (
+        f"import subprocess, sys; p = subprocess.Popen({sleep}); open({str(file)!r}, 'w').write(str(p.pid))"
     )
-    assert tasks.run_code(child, ("p.poll() is None",))
+    assert tasks.run_code(code, ("p.poll() is None",))
+
+    def runs() -> bool:
+        try:
+            return psutil.Process(int(file.read_text())).status() != psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return False
+
+    for _ in range(100):  # the kernel may take a moment
+        if not runs():
+            return
+        time.sleep(0.05)
+    raise AssertionError("the child still runs")
 
 
-def test_a_missing_or_damaged_set_names_the_file_and_the_remedy(tmp_path) -> None:
+def test_a_missing_or_damaged_set_names_the_file_and_the_remedy(tmp_path: Path) -> None:
     with pytest.raises(WorkloadError, match=r"no\.jsonl.*repository"):
         tasks.read("code", tmp_path / "no.jsonl")
     (tmp_path / "bad.jsonl").write_text("{}\n")
