@@ -62,7 +62,7 @@ class EngineConfig:
     weights: `model` keeps the loaded dtype; `int8-dynamic` (per-channel weights, per-token activations)
         and `int4` (groups of 32, the head in 8 bits) need the native runner; `llm.int8`, `nf4` and `fp4`
         (bitsandbytes) run on torch.
-    keep: rules of the matrices that a scheme leaves in the loaded dtype, with commas between: `head`,
+    keep: rules of the matrices that bitsandbytes leaves in the loaded dtype, with commas between: `head`,
         `first`, `last`, `down`, `layers.3`, `layers.3.down`.
     kv_dtype: keys and values in the model's dtype, or in 8 bits with a scale per token and head, which
         needs the native runner or native attention.
@@ -128,6 +128,8 @@ class EngineConfig:
             raise ConfigError(f"weights={self.weights!r} needs the native runner: leave runner at 'auto'")
         if self.runner == "native" and on_torch:
             raise ConfigError(f"weights={self.weights!r} runs on torch: leave runner at 'auto'")
+        if self.keep and not on_torch:
+            raise ConfigError(f"keep={self.keep!r} holds for {', '.join(TORCH_WEIGHTS[:-1])} weights alone")
         if self.kv_dtype != "model" and self.runner == "torch" and self.attention != "native":
             raise ConfigError(
                 f"kv_dtype={self.kv_dtype!r} needs native kernels: set attention='native' or runner='auto'"
