@@ -163,7 +163,21 @@ def test_slowness_is_said_once_and_nothing_at_each_call(caplog) -> None:
 @pytest.mark.verify
 @pytest.mark.parametrize("weights", ["nf4", "fp4"])
 def test_the_embedded_model_answers_as_transformers_does(embedded, weights, tmp_path) -> None:
+    """Up to a tie: the 4-bit kernel for CPUs rounds activations to bf16, so that transformers' own logits
+    (deviation about 7) move by up to 0.5 between a cached and a whole forward pass of the same tokens."""
     asked = [embedded.encode(text) for text in ("The capital of France is", "def add(a, b):", "Once upon")]
     module = reference(embedded, weights, tmp_path)
-    got = generated(embedded, asked, 16, weights=weights)
-    assert got == [answer(module, prompt, 16) for prompt in asked]
+    for prompt, got in zip(asked, generated(embedded, asked, 16, weights=weights), strict=True):
+        right = answer(module, prompt, 16)
+        if got != right:
+            at = next(i for i in range(16) if got[i] != right[i])
+            assert gap(module, prompt, right, got[at], at) < 0.05
+
+
+@torch.inference_mode()
+def gap(module, prompt: list[int], right: list[int], other: int, at: int) -> float:
+    """By how much the reference, decoding with its cache, prefers its own token number `at`."""
+    out = module(torch.tensor([prompt]))
+    for token in right[:at]:
+        out = module(torch.tensor([[token]]), past_key_values=out.past_key_values)
+    return float(out.logits[0, -1, right[at]] - out.logits[0, -1, other])
