@@ -105,7 +105,7 @@ def linear_cases(team: Team, format: str, n: int, k: int, rows: Sequence[int]) -
         if packed:
             y = torch.from_numpy(x).to(TORCH_DTYPES[format])
             calls["oneDNN"] = [partial(one, y) for one in packed[:used]]
-        rate = format if format in TORCH_DTYPES else "int8"
+        rate = format if format in TORCH_DTYPES else "fp32" if format == "int8" else "int8"
         work = Work(data.nbytes, 2.0 * r * n * k)
         cases.append(Case(f"{n}×{k}", r, calls, work, rate, (x, out, datas, scale)))
     return cases

@@ -18,7 +18,7 @@ Batching = Literal["static", "dynamic", "continuous"]
 Policy = Literal["fcfs", "priority", "sjf", "edf"]
 Attention = Literal["eager", "sdpa", "batched", "native"]
 RunnerKind = Literal["auto", "native", "torch"]
-Weights = Literal["model", "int8-dynamic", "int4", "llm.int8", "nf4", "fp4", "fp8"]
+Weights = Literal["model", "int8", "int8-dynamic", "int4", "llm.int8", "nf4", "fp4", "fp8"]
 KVDtype = Literal["model", "int8"]
 
 CHOICES: Mapping[str, Any] = MappingProxyType(
@@ -59,9 +59,9 @@ class EngineConfig:
         `edf` (earliest deadline).
     runner: `native` runs a whole step of a Llama-shaped model in native kernels on a CPU; `torch` runs
         any architecture as transformers wrote it, and is the reference; `auto` takes native where it can.
-    weights: `model` keeps the loaded dtype; `int8-dynamic` (per-channel weights, per-token activations)
-        and `int4` (groups of 32, the head in 8 bits) need the native runner; `llm.int8`, `nf4` and `fp4`
-        (bitsandbytes) run on torch.
+    weights: `model` keeps the loaded dtype; `int8` (a scale per output column), `int8-dynamic` (each
+        token's activations in 8 bits too) and `int4` (groups of 32, the head in 8 bits) need the native
+        runner; `llm.int8`, `nf4` and `fp4` (bitsandbytes) run on torch.
     keep: rules of the matrices that bitsandbytes leaves in the loaded dtype, with commas between: `head`,
         `first`, `last`, `down`, `layers.3`, `layers.3.down`.
     kv_dtype: keys and values in the model's dtype, or in 8 bits with a scale per token and head, which

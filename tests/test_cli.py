@@ -30,6 +30,7 @@ COMMANDS = (
     ("sweep",),
     ("compare",),
     ("profile",),
+    ("train-drafter",),
 )
 Run = Callable[..., tuple[int, str, str]]
 

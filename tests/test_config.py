@@ -23,7 +23,7 @@ from perflab.studies.define import Study, Variant
         ({"max_num_seqs": 0}, "max_num_seqs=0: must be 1 or more"),
         ({"max_num_batched_tokens": 4}, "is below max_num_seqs=16"),
         ({"runner": "fast"}, "runner='fast': choose one of auto, native, torch"),
-        ({"weights": "int2"}, "weights='int2': choose one of model, int8-dynamic, int4"),
+        ({"weights": "int2"}, "weights='int2': choose one of model, int8, int8-dynamic, int4"),
         ({"keep": "head"}, "keep='head' holds for llm.int8, nf4, fp4 weights alone"),
         ({"kv_dtype": "fp8"}, "kv_dtype='fp8': choose one of model, int8"),
         (

@@ -186,7 +186,8 @@ def real_script(seed: int) -> None:
             for name, options in {
                 "native": {"runner": "native"},
                 "native attention": {"runner": "torch", "attention": "native"},
-                "int8": {"weights": "int8-dynamic"},
+                "int8": {"weights": "int8"},
+                "int8-dynamic": {"weights": "int8-dynamic"},
                 "int4": {"weights": "int4"},
                 "int8 KV": {"kv_dtype": "int8", "runner": "native"},
             }.items()
@@ -497,7 +498,9 @@ def test_a_failing_request_goes_down_alone(error, runner, options) -> None:
 
 
 @NEEDS_KERNELS
-@pytest.mark.parametrize("options", [{"weights": "int8-dynamic"}, {"kv_dtype": "int8"}, {"weights": "int4"}])
+@pytest.mark.parametrize(
+    "options", [{"weights": "int8"}, {"weights": "int8-dynamic"}, {"kv_dtype": "int8"}, {"weights": "int4"}]
+)
 def test_nan_stays_with_its_row_through_8_and_4_bits(options) -> None:
     model = poisoned(in_dtype(tiny_model("llama"), torch.bfloat16), 255)
     engine = engine_for(model, **options)

@@ -22,7 +22,7 @@ from perflab.report.glossary import ELSEWHERE
 from perflab.report.manifest import about, manifest
 from perflab.report.sections import sections
 from perflab.report.timeline import timeline
-from perflab.studies import session, store
+from perflab.studies import compare, service_run, session, store
 from perflab.studies.compare import Compare, Side, run_compare
 from perflab.studies.service_run import LoadChoice
 
@@ -298,7 +298,9 @@ def test_a_sweep_has_its_capacity_as_its_answer_and_uses_no_invalid_point(tmp_pa
     assert alone.kind == "bench", "one point by itself is a run like any other"
 
 
-def test_a_comparison_gives_the_answer_of_the_command(tmp_path):
+def test_a_comparison_gives_the_answer_of_the_command(tmp_path, monkeypatch):
+    for module in (compare, service_run):
+        monkeypatch.setattr(module, "NoiseSampler", lambda *_: QuietSampler())
     machine = Machine(seed=1)
     sides = [
         Side(name, lambda ms=ms: FakeService(machine, ms)) for name, ms in (("plain", 1.0), ("quick", 0.8))

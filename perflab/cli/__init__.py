@@ -48,7 +48,7 @@ app.command()(capacity.sweep)
 app.command()(capacity.compare)
 app.command()(profile.profile)
 app.command()(serve.serve)
-app.command()(drafting.train_drafter)
+app.command("train-drafter")(drafting.train_drafter)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -36,7 +36,9 @@ def serve(
     ] = "PERFLAB_API_KEY",
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     device: Annotated[str, DEVICE] = "auto",
-    weights: Annotated[str, _option(_ENGINE, "model, int8-dynamic, int4, llm.int8, nf4 or fp4.")] = "model",
+    weights: Annotated[
+        str, _option(_ENGINE, "model, int8, int8-dynamic, int4, llm.int8, nf4 or fp4.")
+    ] = "model",
     kv_dtype: Annotated[str, _option(_ENGINE, "Keys and values: model or int8.")] = "model",
     batching: Annotated[str, _option(_ENGINE, "static, dynamic or continuous.")] = "continuous",
     batch_timeout: Annotated[float, _option(_ENGINE, "Seconds that a dynamic batch waits.")] = 0.05,

@@ -36,7 +36,7 @@ template <class T> void grow(std::vector<T>& v, int64_t size) {
 
 Rows Workspace::rows_at(const Matrix& w, uint8_t* data, float* scales, int32_t* sums) const {
   const int size[] = {4, 2, 1, 1};
-  return {data, row_stride(w.k) * size[w.format], scales, sums, w.format == INT4 ? (int32_t)(row_stride(w.k) / GROUP) : 1};
+  return {data, row_stride(w.k) * size[input_format(w.format)], scales, sums, w.format == INT4 ? (int32_t)(row_stride(w.k) / GROUP) : 1};
 }
 
 void Workspace::reserve_rows(int32_t rows, int32_t k) {
@@ -52,16 +52,17 @@ void Workspace::linear(Member& member, const Matrix& w, const void* x, int64_t x
                        const float* norm, float eps, int32_t rows, const Output& out) {
   const int32_t panels = divide_up(w.n, PANEL), blocks = divide_up(rows, ROW_BLOCK);
   const int size[] = {4, 2};
+  const int32_t format = input_format(w.format);
   Rows input;
   auto prepare = [&](int32_t row, uint8_t* data, float* scales, int32_t* sums, float* scratch) {
     Rows r = rows_at(w, data, scales, sums);
-    kernels.prepare((const float*)x + row * x_stride, w.k, norm, eps, w.format, data + row * r.stride, scales + row,
+    kernels.prepare((const float*)x + row * x_stride, w.k, norm, eps, format, data + row * r.stride, scales + row,
                     sums + row * r.sums_stride, scratch);
   };
   Own& own = per_thread_[member.id];
   bool ready = true;
-  if (x_format == w.format && goes_in_directly(w.format) && !norm) {
-    input = {(const uint8_t*)x, x_stride * size[w.format], nullptr, nullptr, 0};
+  if (x_format == format && goes_in_directly(format) && !norm) {
+    input = {(const uint8_t*)x, x_stride * size[format], nullptr, nullptr, 0};
   } else if (rows <= ALONE) {
     // Each member for itself, and only once it has work: until its chunk is done nobody changes x.
     ready = false;

@@ -3,7 +3,7 @@
 
 #include <stdint.h>
 
-enum Format : int32_t { F32 = 0, BF16 = 1, INT8 = 2, INT4 = 3 };
+enum Format : int32_t { F32 = 0, BF16 = 1, INT8 = 2, INT4 = 3, INT8_WEIGHT = 4 };
 
 constexpr int PANEL = 32;    // output columns that lie together in a packed matrix
 constexpr int GROUP = 32;    // inputs that share one int4 scale
@@ -15,6 +15,7 @@ constexpr int MAX_QUERY_ROWS = 48; // tokens times heads of one attention item
 // panel, for each 4-byte group of inputs (one fp32, two bf16, four int8), the group of each of the 32
 // columns. int8 is stored as q + 128, its value q * scale[column]. int4 is stored as q + 8, its value
 // q * scale[group of 32 inputs][column], scales in bf16 before the nibbles that they belong to.
+// INT8_WEIGHT is packed as INT8; its products are of fp32 inputs.
 struct Matrix {
   int32_t format;
   int32_t n, k;          // without padding
@@ -23,7 +24,7 @@ struct Matrix {
   const float* bias;     // [n padded] or null
 };
 
-// Inputs of a matrix product in the matrix's format: fp32, bf16, or int8 with one scale a row.
+// Inputs of a matrix product in the format that the matrix asks for: fp32, bf16, or int8 with one scale a row.
 struct Rows {
   const uint8_t* data;
   int64_t stride;        // bytes from row to row
@@ -96,6 +97,8 @@ struct Kernels {
   int32_t (*argmax)(const float* x, int n, float* value);
   bool (*finite)(const float* x, int n);
 };
+
+constexpr int32_t input_format(int32_t format) { return format == INT8_WEIGHT ? F32 : format; }
 
 extern "C" int64_t pl_panel_bytes(int32_t format, int32_t k);
 

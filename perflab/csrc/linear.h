@@ -98,6 +98,29 @@ template <int M, int FETCH> INLINE void tile_int8(Tile<M>& t, const uint8_t* x, 
   }
 }
 
+// The same weights times fp32 inputs.
+template <int M, int FETCH> INLINE void tile_int8_weight(Tile<M>& t, const uint8_t* x, int64_t stride, const uint8_t* panel, int k,
+                                              const uint8_t* ahead, const float* scales) {
+  const i32x16 sign = all((int32_t)0x80808080);
+  Cursor<M> rows(x, stride);
+  for (int first = 0; first < k; first += 4, panel += 128, ahead += 64 * FETCH) {
+    fetch<FETCH>(ahead);
+    i32x16 w0 = load<i32x16>(panel) ^ sign, w1 = load<i32x16>(panel + 64) ^ sign;
+    const int count = k - first < 4 ? k - first : 4;
+    for (int i = 0; i < count; i++, w0 >>= 8, w1 >>= 8, rows.advance()) {
+      f32x16 v0 = to_float(w0 << 24 >> 24), v1 = to_float(w1 << 24 >> 24);
+#pragma GCC unroll 16
+      for (int m = 0; m < M; m++) {
+        f32x16 v = (f32x16)rows.group(m);
+        t.sums[m][0] = dot(t.sums[m][0], v0, v), t.sums[m][1] = dot(t.sums[m][1], v1, v);
+      }
+    }
+  }
+  f32x16 s0 = load<f32x16>(scales), s1 = load<f32x16>(scales + LANES);
+#pragma GCC unroll 16
+  for (int m = 0; m < M; m++) t.sums[m][0] *= s0, t.sums[m][1] *= s1;
+}
+
 template <int M, int FETCH> INLINE void tile_int4(Tile<M>& t, const uint8_t* x, int64_t stride, const uint8_t* panel, int supers,
                                        const uint8_t* ahead, const Rows& rows, int first) {
 #pragma GCC unroll 16
@@ -179,6 +202,7 @@ static void product(const Matrix& w, const Rows& rows, const Output& out, int pa
   if constexpr (FORMAT == F32) tile_f32<M, FETCH>(t, x, rows.stride, data, w.k, ahead);
   if constexpr (FORMAT == BF16) tile_bf16<M, FETCH>(t, x, rows.stride, data, (w.k + 1) / 2, ahead);
   if constexpr (FORMAT == INT8) tile_int8<M, FETCH>(t, x, rows.stride, data, (w.k + 3) / 4, ahead, rows, row, w.scale + panel * PANEL);
+  if constexpr (FORMAT == INT8_WEIGHT) tile_int8_weight<M, FETCH>(t, x, rows.stride, data, w.k, ahead, w.scale + panel * PANEL);
   if constexpr (FORMAT == INT4) tile_int4<M, FETCH>(t, x, rows.stride, data, (w.k + SUPER - 1) / SUPER, ahead, rows, row);
   if (const int column = panel * PANEL; out.format == F32 && out.finish != SILU_MUL && !w.bias && column + PANEL <= w.n) {
     float* to = (float*)out.data + row * out.stride + column;
@@ -226,6 +250,7 @@ static void linear(const Matrix& w, const Rows& rows, const Output& out, int pan
   if (w.format == BF16) linear_in<BF16>(w, rows, out, panel, first, last);
   if (w.format == INT8) linear_in<INT8>(w, rows, out, panel, first, last);
   if (w.format == INT4) linear_in<INT4>(w, rows, out, panel, first, last);
+  if (w.format == INT8_WEIGHT) linear_in<INT8_WEIGHT>(w, rows, out, panel, first, last);
 }
 
 }  // namespace ISA

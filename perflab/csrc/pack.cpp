@@ -6,6 +6,7 @@
 
 namespace {
 
+bool is_int8(int32_t format) { return format == INT8 || format == INT8_WEIGHT; }
 int32_t padded(int32_t k, int32_t to) { return (k + to - 1) / to * to; }
 
 uint16_t to_bf16(float x) {
@@ -42,7 +43,7 @@ void pack_column(int32_t format, const float* w, int32_t k, int lane, uint8_t* p
       uint16_t half = to_bf16(w[i]);
       memcpy(panel + 128 * (i / 2) + 4 * lane + 2 * (i % 2), &half, 2);
     }
-  } else if (format == INT8) {
+  } else if (is_int8(format)) {
     float most = 0;
     for (int i = 0; i < k; i++) most = extreme_of(most, fabsf(w[i]));
     *scale = most / 127.f;
@@ -75,7 +76,7 @@ extern "C" {
 int64_t pl_panel_bytes(int32_t format, int32_t k) {
   if (format == F32) return 128 * (int64_t)k;
   if (format == BF16) return 128 * (int64_t)((k + 1) / 2);
-  if (format == INT8) return 128 * (int64_t)((k + 3) / 4);
+  if (is_int8(format)) return 128 * (int64_t)((k + 3) / 4);
   return (128 + 1024) * (int64_t)((k + SUPER - 1) / SUPER);
 }
 
@@ -84,8 +85,8 @@ void pl_pack(int32_t format, const float* w, int32_t n, int32_t k, uint8_t* data
   int64_t bytes = pl_panel_bytes(format, k);
   for (int32_t column = 0; column < padded(n, PANEL); column++) {
     uint8_t* panel = data + column / PANEL * bytes;
-    if (column % PANEL == 0) memset(panel, format == INT8 ? 128 : 0, bytes);
-    if (scale && format == INT8) scale[column] = 0;
+    if (column % PANEL == 0) memset(panel, is_int8(format) ? 128 : 0, bytes);
+    if (scale && is_int8(format)) scale[column] = 0;
     if (column < n) pack_column(format, w + (int64_t)column * k, k, column % PANEL, panel, scale ? scale + column : 0);
   }
 }
@@ -101,7 +102,7 @@ void pl_unpack_row(const Matrix* m, int32_t row, float* out) {
       uint16_t half;
       memcpy(&half, panel + 128 * (int64_t)(i / 2) + 4 * lane + 2 * (i % 2), 2);
       out[i] = from_bf16(half);
-    } else if (m->format == INT8) {
+    } else if (is_int8(m->format)) {
       out[i] = ((int)panel[128 * (int64_t)(i / 4) + 4 * lane + i % 4] - 128) * m->scale[row];
     } else {
       const uint8_t* super = panel + (int64_t)(i / SUPER) * (128 + 1024);

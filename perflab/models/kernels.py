@@ -19,7 +19,7 @@ import numpy as np
 from perflab.errors import ConfigError, NotNative
 
 VERSION = 3
-FORMATS = {"fp32": 0, "bf16": 1, "int8-dynamic": 2, "int4": 3}
+FORMATS = {"fp32": 0, "bf16": 1, "int8-dynamic": 2, "int4": 3, "int8": 4}
 KV_FORMATS = {"fp32": 0, "bf16": 1, "int8": 2}
 PANEL = 32
 STORE, ADD, SILU_MUL = 0, 1, 2

@@ -35,10 +35,10 @@ class Scheme(NamedTuple):
 
 
 def scheme_of(weights: str, dtype: torch.dtype) -> Scheme:
-    """`weights`: `model` for the dtype that was loaded, `int8-dynamic`, or `int4` (its head in 8 bits)."""
+    """`weights`: `model` for the loaded dtype, `int8`, `int8-dynamic`, or `int4` with an 8-bit head."""
     if weights == "model":
         return Scheme(_DTYPE_FORMATS[dtype], _DTYPE_FORMATS[dtype])
-    return Scheme(weights, "int8-dynamic")
+    return Scheme(weights, "int8-dynamic" if weights == "int4" else weights)
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +204,7 @@ def pack_matrix(format: str, weight: np.ndarray) -> tuple[np.ndarray, np.ndarray
     lib, code = kernels.library(), FORMATS[format]
     panels = -(-rows // PANEL)
     data = kernels.aligned(panels * lib.pl_panel_bytes(code, columns))
-    scale = np.zeros(panels * PANEL, np.float32) if format == "int8-dynamic" else None
+    scale = np.zeros(panels * PANEL, np.float32) if format in ("int8", "int8-dynamic") else None
     lib.pl_pack(code, address(weight), rows, columns, address(data), address(scale))
     return data, scale
 

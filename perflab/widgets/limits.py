@@ -51,7 +51,7 @@ def measure_limits() -> Limits:
     rates = machine.measure_matrix_rates()["rates"]
     found = {name: 1e9 * (rates[name] or rates["fp32"]) for name in ("fp32", "bf16", "int8")}
     by_int8 = dict.fromkeys(("int8-dynamic", "int4"), found.pop("int8"))
-    return Limits(1e9 * machine.measure_bandwidth()["best"], {**found, **by_int8})
+    return Limits(1e9 * machine.measure_bandwidth()["best"], {**found, "int8": found["fp32"], **by_int8})
 
 
 @dataclass(frozen=True, slots=True)
